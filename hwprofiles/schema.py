@@ -1,0 +1,168 @@
+"""What a hardware profile holds. Every number carries the kind of its source and a reference.
+
+Units: bytes, seconds, FLOP/s (dense), bytes/s per direction and per GPU.
+"""
+
+from functools import cached_property
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from moeplan.hwprofiles.curves import MonotoneTime
+
+SourceKind = Literal["datasheet", "measured", "fitted", "assumed"]
+Dtype = Literal["fp64", "fp32", "tf32", "bf16", "fp8", "fp8_block", "mxfp8", "nvfp4"]
+Tier = Literal["scale_up", "network"]  # scale_up: the NVLink domain (one host for CPU profiles); network: NIC to NIC
+CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv"]
+DispatchBackend = Literal["alltoall", "deepep", "hybridep"]
+
+# Half width of the error bar a figure carries, by the kind of its source, where the profile states none. Rules of
+# thumb: datasheet peaks are reached to about 10 %, repeated readings agree to about 5 %, an assumed value is a guess.
+DEFAULT_ERROR_FRAC: dict[str, float] = {"datasheet": 0.10, "measured": 0.05, "fitted": 0.10, "assumed": 0.30}
+
+
+class Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Provenance(Record):
+    """Where a figure comes from."""
+
+    source: SourceKind
+    ref: str = Field(min_length=3)
+    error_frac: float | None = Field(default=None, ge=0, le=1)
+
+    @property
+    def error_bar_frac(self) -> float:
+        """The stated half width of the error bar, or the default of the source kind."""
+        return DEFAULT_ERROR_FRAC[self.source] if self.error_frac is None else self.error_frac
+
+
+class Sourced(Provenance):
+    """One number; ``low`` and ``high`` where sources give a range."""
+
+    value: float = Field(ge=0)
+    low: float | None = None
+    high: float | None = None
+
+
+class GemmCurve(Provenance):
+    """Dense GEMM rate by rows M (tokens), median over wide N and K. FLOP/s."""
+
+    dtype: Dtype
+    rows: tuple[float, ...] = Field(min_length=1)
+    flops_per_s: tuple[float, ...] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _same_length(self) -> Self:
+        return _check_table(self, self.rows, self.flops_per_s)
+
+    @cached_property
+    def curve(self) -> MonotoneTime:
+        return MonotoneTime.from_rates(self.rows, self.flops_per_s)
+
+
+class GroupedGemmCurve(GemmCurve):
+    """Grouped GEMM rate by rows M per expert, all local experts in one call. FLOP/s.
+
+    ``num_experts`` is the number of local experts of the readings; ``backend`` the kernel (torch, te, cutlass, ...).
+    """
+
+    backend: str
+    num_experts: int | None = None
+
+
+class AttentionCurve(Provenance):
+    """Causal attention core rate by sequence length, FLOP/s with causal attention halved."""
+
+    dtype: Dtype
+    phase: Literal["fwd", "bwd"]
+    qk_head_dim: int
+    v_head_dim: int
+    seq_len: tuple[float, ...] = Field(min_length=1)
+    flops_per_s: tuple[float, ...] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _same_length(self) -> Self:
+        return _check_table(self, self.seq_len, self.flops_per_s)
+
+    @cached_property
+    def curve(self) -> MonotoneTime:
+        return MonotoneTime.from_rates(self.seq_len, self.flops_per_s)
+
+
+class CollectiveCurve(Provenance):
+    """Seconds of one collective by message bytes over ``num_ranks`` ranks inside one tier.
+
+    Message bytes: all_reduce the buffer of a rank; all_gather and reduce_scatter the full (gathered) buffer;
+    all_to_all what a rank holds to send, its own part included; send_recv the bytes one rank sends.
+    """
+
+    collective: CollectiveKind
+    tier: Tier
+    num_ranks: int = Field(ge=2)
+    message_bytes: tuple[float, ...] = Field(min_length=1)
+    seconds: tuple[float, ...] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _same_length(self) -> Self:
+        return _check_table(self, self.message_bytes, self.seconds)
+
+    @cached_property
+    def curve(self) -> MonotoneTime:
+        return MonotoneTime.from_times(self.message_bytes, self.seconds)
+
+
+class DispatchRate(Record):
+    """Effective rate of an expert-parallel exchange: seconds = latency_s + bytes sent / bytes_per_s_per_gpu.
+
+    Bytes sent by one rank: K copies for alltoall; one copy per distinct rank (scale_up) or distinct scale-up domain
+    (network) for deepep and hybridep.
+    """
+
+    backend: DispatchBackend
+    tier: Tier
+    bytes_per_s_per_gpu: Sourced
+    latency_s: Sourced
+    num_sms: int = 0
+
+
+class HardwareProfile(Record):
+    """One kind of machine. Scalars are per GPU (per process for a CPU host)."""
+
+    schema_version: Literal[1] = 1
+    name: str
+    description: str
+    device: Literal["cuda", "cpu"]
+    low_precision: tuple[str, ...] = Field(default=(), description="precision recipes the device can execute")
+    scale_up_domain_gpus: Sourced
+    peak_flops_per_s: dict[Dtype, Sourced]
+    memory_bytes: Sourced
+    framework_overhead_bytes: Sourced = Field(description="device memory held before the first tensor: context, NCCL")
+    hbm_bytes_per_s: Sourced
+    hbm_efficiency_frac: Sourced = Field(description="of peak, for long contiguous kernels")
+    gather_efficiency_frac: Sourced = Field(description="of peak, for permutation by row")
+    scale_up_bytes_per_s_per_dir_per_gpu: Sourced
+    network_bytes_per_s_per_dir_per_gpu: Sourced
+    host_link_bytes_per_s_per_dir_per_gpu: Sourced
+    launch_s: Sourced = Field(description="host time to issue one eager kernel")
+    kernel_floor_s: Sourced = Field(description="shortest time of a kernel on the device")
+    sustained_frac: Sourced = Field(description="rate under the power limit over a burst reading of the same GEMM")
+    num_sms: Sourced | None = None
+    power_watts: Sourced | None = None
+    price_usd_per_gpu_hour: Sourced | None = None
+    mtbf_gpu_hours: Sourced | None = None
+    host_memory_bytes_per_gpu: Sourced | None = None
+    gemm: tuple[GemmCurve, ...] = ()
+    grouped_gemm: tuple[GroupedGemmCurve, ...] = ()
+    attention: tuple[AttentionCurve, ...] = ()
+    collectives: tuple[CollectiveCurve, ...] = ()
+    dispatch: tuple[DispatchRate, ...] = ()
+
+
+def _check_table(record, sizes: tuple[float, ...], readings: tuple[float, ...]):  # type: ignore[no-untyped-def]
+    if len(sizes) != len(readings):
+        raise ValueError(f"{len(sizes)} sizes but {len(readings)} readings")
+    if min(*sizes, *readings) <= 0:
+        raise ValueError("sizes and readings must be above 0")
+    return record

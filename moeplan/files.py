@@ -1,0 +1,90 @@
+"""Reading and writing the files users own: TOML and JSON in, whole files out or none at all."""
+
+import json
+import os
+import tempfile
+import tomllib
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from moeplan.errors import InvalidInputError
+
+ModelT = TypeVar("ModelT", bound=BaseModel)
+
+
+def read_text(path: Path) -> str:
+    """The text of a file, or InvalidInputError naming it."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise InvalidInputError(f"file not found: {path}", "check the path") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidInputError(f"cannot read {path}: {error}", "check that it is a readable text file") from None
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The table of a TOML file; a truncated or malformed one raises InvalidInputError with line and column."""
+    try:
+        return tomllib.loads(read_text(path))
+    except tomllib.TOMLDecodeError as error:
+        raise InvalidInputError(f"{path} is not valid TOML: {error}", "the file may be truncated; write it again") from None
+
+
+def read_json(path: Path) -> Any:
+    """The value of a JSON file; a malformed one raises InvalidInputError with line and column."""
+    try:
+        return json.loads(read_text(path))
+    except json.JSONDecodeError as error:
+        raise InvalidInputError(f"{path} is not valid JSON: {error}", "the file may be truncated; write it again") from None
+
+
+def validate(model_type: type[ModelT], data: Any, where: str) -> ModelT:
+    """``data`` as a ``model_type``; the first problem becomes one line with key path, value and what is allowed."""
+    try:
+        return model_type.model_validate(data)
+    except ValidationError as error:
+        problems = error.errors()
+        first = problems[0]
+        key = ".".join(str(part) for part in first["loc"]) or "(top level)"
+        got = "" if first["type"] in ("missing", "extra_forbidden") else f", got {_short(first.get('input'))}"
+        more = f" ({len(problems) - 1} more problems)" if len(problems) > 1 else ""
+        message = first["msg"].removeprefix("Value error, ")
+        raise InvalidInputError(f"{where}: {key}: {message}{got}{more}", "correct that key and try again") from None
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def write_text_atomically(path: Path, text: str) -> None:
+    """Write ``text`` under a temporary name beside ``path`` and rename: readers see the old file or the new, never half."""
+    write_bytes_atomically(path, text.encode("utf-8"))
+
+
+def write_bytes_atomically(path: Path, content: bytes) -> None:
+    """As :func:`write_text_atomically`, for bytes. Raises InvalidInputError where the folder cannot be written."""
+    temporary = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("wb", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+            temporary = Path(file.name)
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.chmod(0o666 & ~_umask())
+        temporary.replace(path)
+    except OSError as error:
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)
+        raise InvalidInputError(
+            f"cannot write {path}: {error.strerror}", "choose a folder with room that you may write to"
+        ) from None
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

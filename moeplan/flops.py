@@ -1,0 +1,65 @@
+"""Model FLOPs of a training token: the convention of every TFLOP/s figure in moeplan.
+
+Three times forward, causal attention halved, MTP layers and every LM head counted; router, embedding, softmax,
+permutation, recompute and optimizer not (report section 9.2). Two per multiply-add.
+"""
+
+from moeplan.model_spec import GqaAttention, LayerKind, MlaAttention, ModelSpec
+
+
+def attention_linear_macs(model: ModelSpec) -> float:
+    """Multiply-adds per token of the attention projections of one layer, low-rank ones with their norms."""
+    hidden, attention = model.hidden_size, model.attention
+    heads, width = attention.num_heads, attention.qk_head_dim
+    if isinstance(attention, MlaAttention):
+        q_rank, kv_rank = attention.q_lora_rank, attention.kv_lora_rank
+        query = q_rank * (hidden + heads * width + 1) if q_rank else hidden * heads * width
+        expand = heads * (attention.qk_nope_head_dim + attention.v_head_dim)
+        return (
+            query
+            + kv_rank * (hidden + expand + 1)
+            + hidden * attention.qk_rope_head_dim
+            + heads * attention.v_head_dim * hidden
+        )
+    query_size, kv_size = heads * width, attention.num_kv_heads * width
+    return hidden * (query_size + 2 * kv_size) + query_size * hidden
+
+
+def mean_keys_per_token(model: ModelSpec, layer: int, seq_len: float) -> float:
+    """Keys a token attends to on average: half the sequence (causal), or the mean filled part of the window."""
+    attention = model.attention
+    if isinstance(attention, GqaAttention) and attention.sliding_window and model.is_windowed(layer):
+        window = min(attention.sliding_window, seq_len)
+        return window * (1 - window / (2 * seq_len))
+    return seq_len / 2
+
+
+def attention_core_macs(model: ModelSpec, layer: int, seq_len: float) -> float:
+    """Multiply-adds per token of QK^T and PV of one layer."""
+    attention = model.attention
+    width = attention.num_heads * (attention.qk_head_dim + attention.v_head_dim)
+    return width * mean_keys_per_token(model, layer, seq_len)
+
+
+def mlp_macs(model: ModelSpec, kind: LayerKind) -> float:
+    """Multiply-adds per token of the MLP or of the chosen and shared experts of one layer."""
+    if kind == "dense" or model.moe is None:
+        return model.mlp_matrices * model.hidden_size * model.dense_ffn_size
+    moe = model.moe
+    return model.mlp_matrices * model.hidden_size * (moe.top_k * moe.expert_ffn_size + moe.shared_ffn_size)
+
+
+def training_flops_per_token(model: ModelSpec, seq_len: float) -> float:
+    """Model FLOPs of one token in training (forward and backward) at sequence length ``seq_len``.
+
+    DeepSeek-V3 at 4096: 260.0e9 with its MTP layer, 249.8e9 without.
+    """
+    hidden, depth = model.hidden_size, model.num_mtp_layers
+    last = model.num_layers - 1
+    layers = [(kind, index) for index, kind in enumerate(model.layer_kinds)] + [(model.mtp_kind, last)] * depth
+    linear = attention_linear_macs(model)
+    macs = sum(
+        linear + attention_core_macs(model, index, seq_len) + mlp_macs(model, kind) for kind, index in layers
+    )
+    macs += depth * (3 * hidden + 2 * hidden**2) + (1 + depth) * hidden * model.vocab_size
+    return 6.0 * macs

@@ -1,0 +1,171 @@
+"""Architecture of a transformer, dense or Mixture-of-Experts. Sizes are numbers of elements; nothing here is about execution."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
+
+LayerKind = Literal["dense", "moe"]
+
+
+class Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class GqaAttention(Record):
+    """Grouped-query attention; multi-head where ``num_kv_heads == num_heads``."""
+
+    kind: Literal["gqa"] = "gqa"
+    num_heads: PositiveInt
+    num_kv_heads: PositiveInt
+    head_dim: PositiveInt
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    out_bias: bool = False
+    sinks: bool = Field(default=False, description="one learned softmax sink per head (GPT-OSS)")
+    sliding_window: PositiveInt | None = Field(default=None, description="keys seen by a windowed layer")
+    sliding_period: PositiveInt = Field(
+        default=1, description="one layer in this many is windowed, the first included; the rest see all keys"
+    )
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> Self:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
+        return self
+
+    @property
+    def qk_head_dim(self) -> int:
+        return self.head_dim
+
+    @property
+    def v_head_dim(self) -> int:
+        return self.head_dim
+
+
+class MlaAttention(Record):
+    """Multi-head latent attention (DeepSeek-V2 and later); ``q_lora_rank == 0`` projects queries directly."""
+
+    kind: Literal["mla"] = "mla"
+    num_heads: PositiveInt
+    q_lora_rank: int = Field(ge=0)
+    kv_lora_rank: PositiveInt
+    qk_nope_head_dim: PositiveInt
+    qk_rope_head_dim: PositiveInt
+    v_head_dim: PositiveInt
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Keys and values are expanded to every head in training."""
+        return self.num_heads
+
+    @property
+    def qk_head_dim(self) -> int:
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def sliding_window(self) -> None:
+        return None
+
+
+Attention = Annotated[GqaAttention | MlaAttention, Field(discriminator="kind")]
+
+
+class Router(Record):
+    """How tokens choose experts (report section 7)."""
+
+    score_function: Literal["softmax", "sigmoid"] = "softmax"
+    num_groups: PositiveInt = 1
+    top_groups: PositiveInt = 1
+    scaling_factor: float = Field(default=1.0, gt=0)
+    normalize_top_k: bool = Field(default=True, description="weights of the chosen experts sum to the scaling factor")
+    aux_loss: Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss"] = "aux_loss"
+    aux_loss_coeff: float = Field(default=1e-3, ge=0)
+    z_loss_coeff: float = Field(default=0.0, ge=0)
+    expert_bias: bool = False
+    bias_update_rate: float = Field(default=1e-3, ge=0)
+
+
+class Moe(Record):
+    """The Mixture-of-Experts block."""
+
+    num_experts: PositiveInt
+    top_k: PositiveInt
+    expert_ffn_size: PositiveInt
+    shared_ffn_size: int = Field(default=0, ge=0, description="total width of the shared experts, 0 for none")
+    shared_gate: bool = Field(default=False, description="sigmoid gate on the shared expert's output (Qwen2-MoE)")
+    mlp_bias: bool = False
+    router: Router = Router()
+
+    @model_validator(mode="after")
+    def _routing_possible(self) -> Self:
+        groups, chosen = self.router.num_groups, self.router.top_groups
+        if self.top_k > self.num_experts:
+            raise ValueError(f"top_k {self.top_k} exceeds num_experts {self.num_experts}")
+        if self.num_experts % groups:
+            raise ValueError(f"num_experts {self.num_experts} is not a multiple of router.num_groups {groups}")
+        if chosen > groups or chosen * (self.num_experts // groups) < self.top_k:
+            raise ValueError(f"router.top_groups {chosen} of {groups} groups cannot hold top_k {self.top_k} experts")
+        return self
+
+
+class ModelSpec(Record):
+    """A whole model. Layers are numbered from 0; MTP layers follow the decoder and have its last layer's kind."""
+
+    name: str
+    num_layers: PositiveInt
+    hidden_size: PositiveInt
+    vocab_size: PositiveInt
+    attention: Attention
+    dense_ffn_size: int = Field(default=0, ge=0)
+    moe: Moe | None = None
+    num_dense_layers: int = Field(default=0, ge=0, description="dense layers before the first MoE layer")
+    moe_layer_period: PositiveInt = Field(default=1, description="after the dense layers, the last of each such many is MoE")
+    num_mtp_layers: int = Field(default=0, ge=0)
+    mtp_loss_scaling_factor: float = 0.1
+    tied_embeddings: bool = False
+    activation: Literal["swiglu", "geglu", "gelu", "squared_relu"] = "swiglu"
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-6
+    source: str = ""
+
+    @model_validator(mode="after")
+    def _layers_make_sense(self) -> Self:
+        if self.moe is None and self.dense_ffn_size == 0:
+            raise ValueError("a model without moe needs dense_ffn_size")
+        if self.num_dense_layers > self.num_layers:
+            raise ValueError(f"num_dense_layers {self.num_dense_layers} exceeds num_layers {self.num_layers}")
+        if "dense" in self.layer_kinds and self.dense_ffn_size == 0:
+            raise ValueError("dense layers need dense_ffn_size")
+        return self
+
+    @property
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """Kind of each decoder layer, MTP layers not included."""
+        if self.moe is None:
+            return ("dense",) * self.num_layers
+        first, period = self.num_dense_layers, self.moe_layer_period
+        return tuple(
+            "moe" if layer >= first and (layer - first) % period == period - 1 else "dense"
+            for layer in range(self.num_layers)
+        )
+
+    @property
+    def mtp_kind(self) -> LayerKind:
+        """Kind of an MTP layer: that of the last decoder layer."""
+        return self.layer_kinds[-1]
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the MLP has a gate and an up projection (three matrices) rather than one (two)."""
+        return self.activation in ("swiglu", "geglu")
+
+    @property
+    def mlp_matrices(self) -> int:
+        return 3 if self.is_gated else 2
+
+    def is_windowed(self, layer: int) -> bool:
+        """Whether decoder layer ``layer`` sees only its sliding window."""
+        attention = self.attention
+        return isinstance(attention, GqaAttention) and attention.sliding_window is not None and (
+            layer % attention.sliding_period == 0
+        )
