@@ -42,8 +42,8 @@ class MonotoneTime:
         upper = bisect.bisect_right(sizes, size)
         lower = upper - 1
         position = math.log(size / sizes[lower]) / math.log(sizes[upper] / sizes[lower])
-        return times[lower] * (times[upper] / times[lower]) ** position
+        return times[lower] * math.pow(times[upper] / times[lower], position)
 
     def rate_at(self, size: float) -> float:
-        """size / time: for a table made from rates, the rate itself."""
+        """Size over time: for a table made from rates, the rate itself."""
         return size / self.time_at(size)

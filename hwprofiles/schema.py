@@ -3,10 +3,11 @@
 Units: bytes, seconds, FLOP/s (dense), bytes/s per direction and per GPU.
 """
 
+from collections.abc import Sequence
 from functools import cached_property
-from typing import Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from moeplan.hwprofiles.curves import MonotoneTime
 
@@ -22,7 +23,9 @@ DEFAULT_ERROR_FRAC: dict[str, float] = {"datasheet": 0.10, "measured": 0.05, "fi
 
 
 class Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    """Frozen, finite numbers only, and no key that the schema does not know."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class Provenance(Record):
@@ -45,6 +48,38 @@ class Sourced(Provenance):
     low: float | None = None
     high: float | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_bare_number(cls, data: Any) -> Any:
+        if isinstance(data, int | float):
+            # ValueError, because pydantic reports only that as an invalid value.
+            raise ValueError(  # noqa: TRY004
+                'a bare number has no source; write { value = ..., source = "measured", ref = "..." }'
+            )
+        return data
+
+    @model_validator(mode="after")
+    def _value_in_range(self) -> Self:
+        if (self.low is not None and self.low > self.value) or (self.high is not None and self.high < self.value):
+            raise ValueError(f"value {self.value:g} lies outside low {self.low} to high {self.high}")
+        return self
+
+
+def _above_zero(number: Sourced) -> Sourced:
+    if number.value <= 0:
+        raise ValueError("value must be above 0")
+    return number
+
+
+def _fraction(number: Sourced) -> Sourced:
+    if not 0 < number.value <= 1:
+        raise ValueError("value must be above 0 and at most 1")
+    return number
+
+
+Positive = Annotated[Sourced, AfterValidator(_above_zero)]  # rates and sizes that costs divide by
+Fraction = Annotated[Sourced, AfterValidator(_fraction)]
+
 
 class GemmCurve(Provenance):
     """Dense GEMM rate by rows M (tokens), median over wide N and K. FLOP/s."""
@@ -54,8 +89,9 @@ class GemmCurve(Provenance):
     flops_per_s: tuple[float, ...] = Field(min_length=1)
 
     @model_validator(mode="after")
-    def _same_length(self) -> Self:
-        return _check_table(self, self.rows, self.flops_per_s)
+    def _table_is_sound(self) -> Self:
+        _check_table(self.rows, self.flops_per_s)
+        return self
 
     @cached_property
     def curve(self) -> MonotoneTime:
@@ -83,8 +119,9 @@ class AttentionCurve(Provenance):
     flops_per_s: tuple[float, ...] = Field(min_length=1)
 
     @model_validator(mode="after")
-    def _same_length(self) -> Self:
-        return _check_table(self, self.seq_len, self.flops_per_s)
+    def _table_is_sound(self) -> Self:
+        _check_table(self.seq_len, self.flops_per_s)
+        return self
 
     @cached_property
     def curve(self) -> MonotoneTime:
@@ -105,8 +142,9 @@ class CollectiveCurve(Provenance):
     seconds: tuple[float, ...] = Field(min_length=1)
 
     @model_validator(mode="after")
-    def _same_length(self) -> Self:
-        return _check_table(self, self.message_bytes, self.seconds)
+    def _table_is_sound(self) -> Self:
+        _check_table(self.message_bytes, self.seconds)
+        return self
 
     @cached_property
     def curve(self) -> MonotoneTime:
@@ -122,7 +160,7 @@ class DispatchRate(Record):
 
     backend: DispatchBackend
     tier: Tier
-    bytes_per_s_per_gpu: Sourced
+    bytes_per_s_per_gpu: Positive
     latency_s: Sourced
     num_sms: int = 0
 
@@ -135,19 +173,19 @@ class HardwareProfile(Record):
     description: str
     device: Literal["cuda", "cpu"]
     low_precision: tuple[str, ...] = Field(default=(), description="precision recipes the device can execute")
-    scale_up_domain_gpus: Sourced
-    peak_flops_per_s: dict[Dtype, Sourced]
-    memory_bytes: Sourced
+    scale_up_domain_gpus: Positive
+    peak_flops_per_s: dict[Dtype, Positive]
+    memory_bytes: Positive
     framework_overhead_bytes: Sourced = Field(description="device memory held before the first tensor: context, NCCL")
-    hbm_bytes_per_s: Sourced
-    hbm_efficiency_frac: Sourced = Field(description="of peak, for long contiguous kernels")
-    gather_efficiency_frac: Sourced = Field(description="of peak, for permutation by row")
-    scale_up_bytes_per_s_per_dir_per_gpu: Sourced
-    network_bytes_per_s_per_dir_per_gpu: Sourced
-    host_link_bytes_per_s_per_dir_per_gpu: Sourced
+    hbm_bytes_per_s: Positive
+    hbm_efficiency_frac: Fraction = Field(description="of peak, for long contiguous kernels")
+    gather_efficiency_frac: Fraction = Field(description="of peak, for permutation by row")
+    scale_up_bytes_per_s_per_dir_per_gpu: Positive
+    network_bytes_per_s_per_dir_per_gpu: Positive
+    host_link_bytes_per_s_per_dir_per_gpu: Positive
     launch_s: Sourced = Field(description="host time to issue one eager kernel")
     kernel_floor_s: Sourced = Field(description="shortest time of a kernel on the device")
-    sustained_frac: Sourced = Field(description="rate under the power limit over a burst reading of the same GEMM")
+    sustained_frac: Fraction = Field(description="rate under the power limit over a burst reading of the same GEMM")
     num_sms: Sourced | None = None
     power_watts: Sourced | None = None
     price_usd_per_gpu_hour: Sourced | None = None
@@ -160,9 +198,10 @@ class HardwareProfile(Record):
     dispatch: tuple[DispatchRate, ...] = ()
 
 
-def _check_table(record, sizes: tuple[float, ...], readings: tuple[float, ...]):  # type: ignore[no-untyped-def]
+def _check_table(sizes: Sequence[float], readings: Sequence[float]) -> None:
     if len(sizes) != len(readings):
         raise ValueError(f"{len(sizes)} sizes but {len(readings)} readings")
     if min(*sizes, *readings) <= 0:
         raise ValueError("sizes and readings must be above 0")
-    return record
+    if len(set(sizes)) < len(sizes):
+        raise ValueError("a size is given twice")

@@ -7,6 +7,7 @@ import tomllib
 from pathlib import Path
 from typing import Any, TypeVar
 
+import tomli_w
 from pydantic import BaseModel, ValidationError
 
 from moeplan.errors import InvalidInputError
@@ -29,7 +30,9 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(read_text(path))
     except tomllib.TOMLDecodeError as error:
-        raise InvalidInputError(f"{path} is not valid TOML: {error}", "the file may be truncated; write it again") from None
+        raise InvalidInputError(
+            f"{path} is not valid TOML: {error}", "the file may be truncated; write it again"
+        ) from None
 
 
 def read_json(path: Path) -> Any:
@@ -37,7 +40,9 @@ def read_json(path: Path) -> Any:
     try:
         return json.loads(read_text(path))
     except json.JSONDecodeError as error:
-        raise InvalidInputError(f"{path} is not valid JSON: {error}", "the file may be truncated; write it again") from None
+        raise InvalidInputError(
+            f"{path} is not valid JSON: {error}", "the file may be truncated; write it again"
+        ) from None
 
 
 def validate(model_type: type[ModelT], data: Any, where: str) -> ModelT:
@@ -47,16 +52,24 @@ def validate(model_type: type[ModelT], data: Any, where: str) -> ModelT:
     except ValidationError as error:
         problems = error.errors()
         first = problems[0]
-        key = ".".join(str(part) for part in first["loc"]) or "(top level)"
-        got = "" if first["type"] in ("missing", "extra_forbidden") else f", got {_short(first.get('input'))}"
+        key = "".join(f"{part}: " for part in [".".join(str(part) for part in first["loc"])] if part)
+        silent = first["type"] in ("missing", "extra_forbidden") or isinstance(
+            first.get("input"), dict | list | BaseModel
+        )
+        got = "" if silent else f", got {_short(first.get('input'))}"
         more = f" ({len(problems) - 1} more problems)" if len(problems) > 1 else ""
         message = first["msg"].removeprefix("Value error, ")
-        raise InvalidInputError(f"{where}: {key}: {message}{got}{more}", "correct that key and try again") from None
+        raise InvalidInputError(f"{where}: {key}{message}{got}{more}", "correct that key and try again") from None
 
 
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def toml_text(record: BaseModel) -> str:
+    """A record as TOML; empty optional values are left out, since TOML has no null."""
+    return tomli_w.dumps(record.model_dump(mode="json", exclude_none=True))
 
 
 def write_text_atomically(path: Path, text: str) -> None:

@@ -58,8 +58,6 @@ def training_flops_per_token(model: ModelSpec, seq_len: float) -> float:
     last = model.num_layers - 1
     layers = [(kind, index) for index, kind in enumerate(model.layer_kinds)] + [(model.mtp_kind, last)] * depth
     linear = attention_linear_macs(model)
-    macs = sum(
-        linear + attention_core_macs(model, index, seq_len) + mlp_macs(model, kind) for kind, index in layers
-    )
+    macs = sum(linear + attention_core_macs(model, index, seq_len) + mlp_macs(model, kind) for kind, index in layers)
     macs += depth * (3 * hidden + 2 * hidden**2) + (1 + depth) * hidden * model.vocab_size
     return 6.0 * macs

@@ -1,14 +1,12 @@
-"""Architecture of a transformer, dense or Mixture-of-Experts. Sizes are numbers of elements; nothing here is about execution."""
+"""Architecture of a transformer, dense or Mixture-of-Experts. Sizes are numbers of elements."""
 
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
+from pydantic import Field, PositiveInt, model_validator
+
+from moeplan.record import Record
 
 LayerKind = Literal["dense", "moe"]
-
-
-class Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class GqaAttention(Record):
@@ -119,7 +117,9 @@ class ModelSpec(Record):
     dense_ffn_size: int = Field(default=0, ge=0)
     moe: Moe | None = None
     num_dense_layers: int = Field(default=0, ge=0, description="dense layers before the first MoE layer")
-    moe_layer_period: PositiveInt = Field(default=1, description="after the dense layers, the last of each such many is MoE")
+    moe_layer_period: PositiveInt = Field(
+        default=1, description="after the dense layers, the last of each such many is MoE"
+    )
     num_mtp_layers: int = Field(default=0, ge=0)
     mtp_loss_scaling_factor: float = 0.1
     tied_embeddings: bool = False
@@ -166,6 +166,8 @@ class ModelSpec(Record):
     def is_windowed(self, layer: int) -> bool:
         """Whether decoder layer ``layer`` sees only its sliding window."""
         attention = self.attention
-        return isinstance(attention, GqaAttention) and attention.sliding_window is not None and (
-            layer % attention.sliding_period == 0
+        return (
+            isinstance(attention, GqaAttention)
+            and attention.sliding_window is not None
+            and (layer % attention.sliding_period == 0)
         )

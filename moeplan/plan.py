@@ -1,0 +1,137 @@
+"""A plan: what to train and how, complete in itself."""
+
+import hashlib
+import json
+from functools import cached_property
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
+
+from moeplan.errors import MoeplanError
+from moeplan.folding import Folding
+from moeplan.layout import PipelineLayout, balanced_layout
+from moeplan.legality import Shape, violations
+from moeplan.model_spec import MlaAttention, ModelSpec
+from moeplan.point import Point
+from moeplan.vocabulary import Dispatcher, FlexBackend, PrecisionName, RecomputeModule, Sharding
+
+SCHEMA_VERSION = 1
+
+
+class Plan(BaseModel):
+    """Everything that changes cost. ``dp`` and ``edp`` follow from the other degrees; where given they must agree.
+
+    ``tp*cp*dp == etp*ep*edp`` ranks form one pipeline stage. Sharding ``optimizer`` splits optimizer state over
+    dp x cp (dense) and edp (experts); ``none`` replicates it.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    schema_version: Literal[1] = SCHEMA_VERSION
+    model: ModelSpec
+    hardware: str
+    num_gpus: PositiveInt
+    stack: str = "native"
+    seq_len: PositiveInt
+    global_batch_size: PositiveInt
+    mbs: PositiveInt = Field(default=1, description="sequences of one micro-batch")
+    tp: PositiveInt = 1
+    cp: PositiveInt = 1
+    pp: PositiveInt = 1
+    vp: PositiveInt = 1
+    etp: PositiveInt = 1
+    ep: PositiveInt = 1
+    dp: int = Field(default=0, ge=0, description="0: derived")
+    edp: int = Field(default=0, ge=0, description="0: derived")
+    layout: str = Field(default="", description="empty: balanced by rule")
+    micro_batch_group_size: PositiveInt | None = Field(default=None, description="of interleaving; default pp")
+    precision: PrecisionName = "bf16"
+    recompute: tuple[RecomputeModule, ...] = ()
+    memory_efficient_permutation: bool = True
+    dispatcher: Dispatcher = "alltoall"
+    flex_backend: FlexBackend = "hybridep"
+    sharding: Sharding = "optimizer"
+    grad_dtype: Literal["fp64", "fp32", "bf16"] = "fp32"
+    moment_dtype: Literal["fp64", "fp32", "bf16"] = "fp32"
+    overlap_grad_reduce: bool = True
+    overlap_param_gather: bool = True
+
+    @model_validator(mode="after")
+    def _legal(self) -> Self:
+        try:
+            folding = self.folding
+            for degree, derived in (("dp", folding.dp), ("edp", folding.edp)):
+                given = getattr(self, degree)
+                if given not in (0, derived):
+                    raise ValueError(
+                        f"{degree} {given} does not multiply out to {self.num_gpus} GPUs, allowed: {derived}"
+                    )
+                object.__setattr__(self, degree, derived)
+            shape = Shape(self.seq_len, self.global_batch_size, self.mbs, self.vp, self.micro_batch_group_size)
+            for key, problem in violations(self.model, folding, shape):
+                raise ValueError(f"{key}: {problem}")
+            num_stages = self.pp * self.vp
+            if self.layout:
+                parsed = PipelineLayout.from_string(self.layout)
+                parsed.check(self.model, num_stages)
+                object.__setattr__(self, "layout", parsed.text)
+            else:
+                object.__setattr__(self, "layout", balanced_layout(self.model, num_stages).text)
+        except MoeplanError as error:
+            raise ValueError(error.message) from None
+        self._check_recompute()
+        return self
+
+    def _check_recompute(self) -> None:
+        if "full" in self.recompute and len(self.recompute) > 1:
+            raise ValueError(f"recompute: got {list(self.recompute)}, allowed: full alone, or modules")
+        if "mla_up_proj" in self.recompute and not isinstance(self.model.attention, MlaAttention):
+            raise ValueError(
+                f"recompute: mla_up_proj needs MLA attention, {self.model.name} has {self.model.attention.kind}"
+            )
+        object.__setattr__(self, "recompute", tuple(sorted(set(self.recompute))))
+
+    @cached_property
+    def folding(self) -> Folding:
+        """Both rank grids. Raises InvalidInputError where the degrees do not multiply out."""
+        return Folding(self.num_gpus, tp=self.tp, cp=self.cp, pp=self.pp, etp=self.etp, ep=self.ep)
+
+    @cached_property
+    def pipeline(self) -> PipelineLayout:
+        return PipelineLayout.from_string(self.layout)
+
+    @cached_property
+    def point(self) -> Point:
+        """The plan without model, hardware and stack, as the simulator's cost functions take it."""
+        return Point(**{name: getattr(self, name) for name in Point.__slots__})
+
+    @property
+    def shape(self) -> Shape:
+        return self.point.shape
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches each data-parallel rank runs per step."""
+        return self.point.num_micro_batches
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.global_batch_size * self.seq_len
+
+    @property
+    def tokens_per_rank(self) -> int:
+        """Tokens of one micro-batch on one rank, after the tp (sequence parallel) and cp split."""
+        return self.point.tokens_per_rank
+
+    def replace(self, **changes: Any) -> "Plan":
+        """A new, checked plan; degrees that follow from others, and the layout, are derived again unless given."""
+        fields = {name: getattr(self, name) for name in type(self).model_fields if name not in ("dp", "edp", "layout")}
+        return type(self).model_validate(fields | changes)
+
+    @cached_property
+    def plan_id(self) -> str:
+        """12 hex digits of the canonical form: schema version plus the fields that differ from their defaults."""
+        canonical: dict[str, Any] = self.model_dump(mode="json", exclude_defaults=True, exclude={"model": {"source"}})
+        canonical["schema_version"] = self.schema_version
+        text = json.dumps(canonical, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()[:12]

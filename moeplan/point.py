@@ -1,0 +1,66 @@
+"""A candidate plan as the planner makes them by the thousand: the axes of a Plan without the model, unchecked."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from moeplan.folding import Folding
+from moeplan.legality import Shape
+from moeplan.vocabulary import Dispatcher, FlexBackend, PrecisionName, RecomputeModule, Sharding
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """Fields as in :class:`moeplan.plan.Plan`. ``recompute`` is sorted; the layout string decides the stages."""
+
+    num_gpus: int
+    seq_len: int
+    global_batch_size: int
+    mbs: int
+    tp: int
+    cp: int
+    pp: int
+    vp: int
+    etp: int
+    ep: int
+    layout: str
+    micro_batch_group_size: int | None
+    precision: PrecisionName
+    recompute: tuple[RecomputeModule, ...]
+    memory_efficient_permutation: bool
+    dispatcher: Dispatcher
+    flex_backend: FlexBackend
+    sharding: Sharding
+    grad_dtype: str
+    moment_dtype: str
+    overlap_grad_reduce: bool
+    overlap_param_gather: bool
+
+    @property
+    def folding(self) -> Folding:
+        return Folding(self.num_gpus, tp=self.tp, cp=self.cp, pp=self.pp, etp=self.etp, ep=self.ep)
+
+    @property
+    def shape(self) -> Shape:
+        return Shape(self.seq_len, self.global_batch_size, self.mbs, self.vp, self.micro_batch_group_size)
+
+    @property
+    def dp(self) -> int:
+        return self.num_gpus // (self.tp * self.cp * self.pp)
+
+    @property
+    def edp(self) -> int:
+        return self.num_gpus // (self.etp * self.ep * self.pp)
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches each data-parallel rank runs per step."""
+        return self.global_batch_size // (self.mbs * self.dp)
+
+    @property
+    def tokens_per_rank(self) -> int:
+        """Tokens of one micro-batch on one rank, after the tp (sequence parallel) and cp split."""
+        return self.mbs * self.seq_len // (self.tp * self.cp)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Field names and values: what a Plan takes beside model, hardware and stack."""
+        return {name: getattr(self, name) for name in self.__slots__}

@@ -1,0 +1,9 @@
+"""Base of every type that people write in files."""
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Record(BaseModel):
+    """Frozen; an unknown key is an error, so that a typing mistake is never silently ignored."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")

@@ -1,0 +1,27 @@
+"""What does not change cost: data, seed, learning rate, steps, reporting."""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
+
+
+class RunConfig(BaseModel):
+    """Settings of one training run. ``data``: a flat token file, or empty for the standard library's sources as bytes."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    steps: PositiveInt = 50
+    warmup_steps_untimed: PositiveInt = Field(default=3, description="first steps left out of the timing")
+    seed: int = 1234
+    data: str = ""
+    data_dtype: Literal["uint8", "uint16", "uint32"] = "uint16"
+    lr: PositiveFloat = 1e-3
+    lr_warmup_steps: int = Field(default=5, ge=0)
+    min_lr_frac: float = Field(default=0.1, ge=0, le=1)
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.95
+    adam_eps: PositiveFloat = 1e-8
+    weight_decay: float = Field(default=0.1, ge=0)
+    clip_grad_norm: float = Field(default=1.0, ge=0, description="0: no clipping")
+    profile_steps: int = Field(default=2, ge=0, description="steps traced at the end for time by op family")
+    log_every: PositiveInt = 1
