@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 
 class MoeplanError(Exception):
-    """Base of every expected failure. ``message``: what, the value got, what is allowed, where. ``hint``: what to do."""
+    """Base of every expected failure. ``message``: what, value got, what is allowed, where. ``hint``: what to do."""
 
     exit_code = 1
 

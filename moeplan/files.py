@@ -73,7 +73,7 @@ def toml_text(record: BaseModel) -> str:
 
 
 def write_text_atomically(path: Path, text: str) -> None:
-    """Write ``text`` under a temporary name beside ``path`` and rename: readers see the old file or the new, never half."""
+    """Write under a temporary name beside ``path`` and rename: readers see the old file or the new, never half."""
     write_bytes_atomically(path, text.encode("utf-8"))
 
 

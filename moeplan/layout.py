@@ -9,7 +9,7 @@ import bisect
 import re
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, pairwise
 
 from moeplan.errors import InvalidInputError
 from moeplan.model_spec import ModelSpec
@@ -161,7 +161,7 @@ def balanced_layout(model: ModelSpec, num_stages: int) -> PipelineLayout:
     cuts = _cut(weights, num_stages, caps[best])
     if cuts is None:  # cannot happen: one stage holding all but a layer a stage always fits the largest cap
         raise AssertionError(f"no layout of {model.name} in {num_stages} stages")
-    parts = [symbols[start:end] for start, end in zip(cuts[:-1], cuts[1:], strict=True)]
+    parts = [symbols[start:end] for start, end in pairwise(cuts)]
     return PipelineLayout.from_string("|".join(parts))
 
 

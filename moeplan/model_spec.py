@@ -144,10 +144,11 @@ class ModelSpec(Record):
         if self.moe is None:
             return ("dense",) * self.num_layers
         first, period = self.num_dense_layers, self.moe_layer_period
-        return tuple(
+        kinds: tuple[LayerKind, ...] = tuple(
             "moe" if layer >= first and (layer - first) % period == period - 1 else "dense"
             for layer in range(self.num_layers)
         )
+        return kinds
 
     @property
     def mtp_kind(self) -> LayerKind:

@@ -7,7 +7,7 @@ from moeplan.model_spec import GqaAttention, LayerKind, MlaAttention, ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class LayerParameters:
-    """Elements of one layer. ``expert`` is one routed expert; ``router`` the routing matrix; ``norms`` all norm weights."""
+    """Elements of one layer. ``expert`` is one routed expert; ``norms`` all norm weights."""
 
     attention: int
     norms: int

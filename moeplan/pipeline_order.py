@@ -32,9 +32,10 @@ def num_warmup_forwards(pp: int, vp: int, num_micro_batches: int, group_size: in
 def rank_order(
     pp: int, vp: int, num_micro_batches: int, rank: int, group_size: int | None = None
 ) -> tuple[ChunkStep, ...]:
-    """All steps of pipeline rank ``rank`` in order. ``group_size``: micro-batches a virtual stage runs in a row (default pp).
+    """All steps of pipeline rank ``rank`` in order.
 
-    Raises InvalidInputError where the interleaved schedule does not exist (report section 4.2).
+    ``group_size``: micro-batches a virtual stage runs in a row (default pp). Raises InvalidInputError where the
+    interleaved schedule does not exist (report section 4.2).
     """
     group = pp if group_size is None else group_size
     problem = schedule_problem(pp, vp, num_micro_batches, group)

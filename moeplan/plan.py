@@ -5,29 +5,26 @@ import json
 from functools import cached_property
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
 from moeplan.errors import MoeplanError
 from moeplan.folding import Folding
 from moeplan.layout import PipelineLayout, balanced_layout
-from moeplan.legality import Shape, violations
+from moeplan.legality import violations
 from moeplan.model_spec import MlaAttention, ModelSpec
 from moeplan.point import Point
+from moeplan.record import Record
 from moeplan.vocabulary import Dispatcher, FlexBackend, PrecisionName, RecomputeModule, Sharding
 
-SCHEMA_VERSION = 1
 
-
-class Plan(BaseModel):
+class Plan(Record):
     """Everything that changes cost. ``dp`` and ``edp`` follow from the other degrees; where given they must agree.
 
     ``tp*cp*dp == etp*ep*edp`` ranks form one pipeline stage. Sharding ``optimizer`` splits optimizer state over
     dp x cp (dense) and edp (experts); ``none`` replicates it.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    schema_version: Literal[1] = SCHEMA_VERSION
+    schema_version: Literal[1] = 1
     model: ModelSpec
     hardware: str
     num_gpus: PositiveInt
@@ -67,8 +64,7 @@ class Plan(BaseModel):
                         f"{degree} {given} does not multiply out to {self.num_gpus} GPUs, allowed: {derived}"
                     )
                 object.__setattr__(self, degree, derived)
-            shape = Shape(self.seq_len, self.global_batch_size, self.mbs, self.vp, self.micro_batch_group_size)
-            for key, problem in violations(self.model, folding, shape):
+            for key, problem in violations(self.model, self._unchecked_point()):
                 raise ValueError(f"{key}: {problem}")
             num_stages = self.pp * self.vp
             if self.layout:
@@ -100,14 +96,13 @@ class Plan(BaseModel):
     def pipeline(self) -> PipelineLayout:
         return PipelineLayout.from_string(self.layout)
 
+    def _unchecked_point(self) -> Point:
+        return Point(**{name: getattr(self, name) for name in Point.__slots__})
+
     @cached_property
     def point(self) -> Point:
         """The plan without model, hardware and stack, as the simulator's cost functions take it."""
-        return Point(**{name: getattr(self, name) for name in Point.__slots__})
-
-    @property
-    def shape(self) -> Shape:
-        return self.point.shape
+        return self._unchecked_point()
 
     @property
     def num_micro_batches(self) -> int:

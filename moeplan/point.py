@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from moeplan.folding import Folding
-from moeplan.legality import Shape
 from moeplan.vocabulary import Dispatcher, FlexBackend, PrecisionName, RecomputeModule, Sharding
 
 
@@ -38,10 +37,6 @@ class Point:
     @property
     def folding(self) -> Folding:
         return Folding(self.num_gpus, tp=self.tp, cp=self.cp, pp=self.pp, etp=self.etp, ep=self.ep)
-
-    @property
-    def shape(self) -> Shape:
-        return Shape(self.seq_len, self.global_batch_size, self.mbs, self.vp, self.micro_batch_group_size)
 
     @property
     def dp(self) -> int:

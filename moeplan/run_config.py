@@ -2,13 +2,13 @@
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from moeplan.record import Record
 
 
-class RunConfig(BaseModel):
-    """Settings of one training run. ``data``: a flat token file, or empty for the standard library's sources as bytes."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
+class RunConfig(Record):
+    """Settings of a run. ``data``: a flat token file, or empty for the standard library's sources as bytes."""
 
     steps: PositiveInt = 50
     warmup_steps_untimed: PositiveInt = Field(default=3, description="first steps left out of the timing")

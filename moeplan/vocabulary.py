@@ -1,4 +1,4 @@
-"""Names that simulator and executor must agree on: precision recipes, recompute modules, families of time and memory."""
+"""Names that simulator and executor share: precision recipes, recompute modules, families of time and memory."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
