@@ -32,12 +32,12 @@ _FRONT = Rule(
     others=frozenset({"pydantic", "numpy", "scipy", "networkx", "simpy", "typer", "rich", "tomli_w"}),
     inside_functions=frozenset({"executor", "kernels"}) | BUILDS_ON_TORCH,
 )
-# Pydantic goes with the vocabulary: whoever shares its types may define more of them.
+# Pydantic and the TOML writer go with the vocabulary: whoever shares its types may define and write more of them.
 RULES = {
-    "vocabulary": _rule("vocabulary", "pydantic"),
+    "vocabulary": _rule("vocabulary", "pydantic tomli_w"),
     "cli": _FRONT,
     "report": _FRONT,
-    "hwprofiles": _rule("vocabulary hwprofiles", "pydantic"),
+    "hwprofiles": _rule("vocabulary hwprofiles", "pydantic tomli_w"),
     "simulator": _rule("vocabulary hwprofiles simulator", "pydantic numpy scipy networkx simpy"),
     "planner": _rule("vocabulary hwprofiles simulator planner", "pydantic numpy scipy tomli_w"),
     "kernels": _rule("units kernels", "torch triton transformer_engine transformer_engine_torch"),
