@@ -144,7 +144,7 @@ class ModelSpec(Record):
         if self.moe is None:
             return ("dense",) * self.num_layers
         first, period = self.num_dense_layers, self.moe_layer_period
-        kinds: tuple[LayerKind, ...] = tuple(
+        kinds: list[LayerKind] = list(
             "moe" if layer >= first and (layer - first) % period == period - 1 else "dense"
             for layer in range(self.num_layers)
         )
