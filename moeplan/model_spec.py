@@ -1,5 +1,6 @@
 """Architecture of a transformer, dense or Mixture-of-Experts. Sizes are numbers of elements."""
 
+from functools import cached_property
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator
@@ -138,17 +139,16 @@ class ModelSpec(Record):
             raise ValueError("dense layers need dense_ffn_size")
         return self
 
-    @property
+    @cached_property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """Kind of each decoder layer, MTP layers not included."""
         if self.moe is None:
             return ("dense",) * self.num_layers
         first, period = self.num_dense_layers, self.moe_layer_period
-        kinds: list[LayerKind] = list(
+        return tuple(
             "moe" if layer >= first and (layer - first) % period == period - 1 else "dense"
             for layer in range(self.num_layers)
         )
-        return kinds
 
     @property
     def mtp_kind(self) -> LayerKind:
