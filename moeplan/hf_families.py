@@ -1,0 +1,237 @@
+"""Families of Hugging Face configs: each function gives the fields of ModelSpec that its family decides.
+
+Defaults are those of the family's class in transformers; where a class has none that fits, the key is required.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from moeplan.errors import InvalidInputError
+from moeplan.hf_values import HfValues
+
+
+def _gqa(values: HfValues, num_kv_heads: int | None = None, **features: Any) -> dict[str, Any]:
+    """Grouped-query attention; ``head_dim`` defaults to an even split of the hidden size, ``features`` come on top."""
+    heads = values.integer("num_attention_heads")
+    hidden = values.integer("hidden_size")
+    if "head_dim" not in values and hidden % heads:
+        raise InvalidInputError(
+            f"{values.where}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}",
+            "correct one of them or add head_dim",
+        )
+    return {
+        "kind": "gqa",
+        "num_heads": heads,
+        "num_kv_heads": values.integer("num_key_value_heads", num_kv_heads),
+        "head_dim": values.integer("head_dim", hidden // heads),
+        **features,
+    }
+
+
+def _window(values: HfValues, default: Sequence[bool], default_key: str = "sliding_window") -> dict[str, Any]:
+    """Sliding-window fields from ``layer_types``, or from ``default`` (what ``default_key`` says) where there is none.
+
+    Raises InvalidInputError unless the windowed layers are every n-th one, the first included.
+    """
+    layers = values.integer("num_hidden_layers")
+    windowed, key = list(default), default_key
+    if "layer_types" in values:
+        types, key = values.texts("layer_types"), "layer_types"
+        windowed = [kind == "sliding_attention" for kind in types]
+        if unknown := sorted(set(types) - {"sliding_attention", "full_attention"}):
+            values.refuse(key, f"holds {unknown[0]!r}; sliding_attention and full_attention can be imported")
+        if len(types) != layers:
+            values.refuse(key, f"has {len(types)} entries for {layers} layers")
+    if not any(windowed):
+        return {}
+    period = next((n for n in range(1, layers + 1) if windowed == [i % n == 0 for i in range(layers)]), None)
+    if period is None:
+        values.refuse(key, "windows other layers than every n-th, the first included")
+    return {"sliding_window": values.integer("sliding_window"), "sliding_period": period}
+
+
+def _qwen_window(values: HfValues) -> dict[str, Any]:
+    """Qwen windows its layers from ``max_window_layers`` on, and only where ``use_sliding_window`` says so."""
+    layers = values.integer("num_hidden_layers")
+    first = layers
+    if values.flag("use_sliding_window", default=False):
+        first = values.integer("max_window_layers", layers, minimum=0)
+    return _window(values, [layer >= first for layer in range(layers)], "max_window_layers")
+
+
+def _softmax_router(values: HfValues, aux_loss_coeff: float, *, normalize_top_k: bool) -> dict[str, Any]:
+    coeff = values.number("router_aux_loss_coef", aux_loss_coeff)
+    return {
+        "score_function": "softmax",
+        "normalize_top_k": normalize_top_k,
+        "aux_loss": "aux_loss" if coeff else "none",
+        "aux_loss_coeff": coeff,
+    }
+
+
+def llama(values: HfValues) -> dict[str, Any]:
+    """Llama 2 to 3.3, dense; rope scaling is left out."""
+    values.require("mlp_bias", default=False)
+    bias = values.flag("attention_bias", default=False)
+    return {
+        "attention": _gqa(values, values.integer("num_attention_heads"), qkv_bias=bias, out_bias=bias),
+        "dense_ffn_size": values.integer("intermediate_size"),
+    }
+
+
+def qwen2(values: HfValues) -> dict[str, Any]:
+    """Qwen2 and Qwen2.5, dense, with query, key and value biases."""
+    return {
+        "attention": _gqa(values, qkv_bias=True, **_qwen_window(values)),
+        "dense_ffn_size": values.integer("intermediate_size"),
+    }
+
+
+def _qwen3_attention(values: HfValues) -> dict[str, Any]:
+    bias = values.flag("attention_bias", default=False)
+    return _gqa(
+        values,
+        head_dim=values.integer("head_dim"),
+        qk_norm=True,
+        qkv_bias=bias,
+        out_bias=bias,
+        **_qwen_window(values),
+    )
+
+
+def qwen3(values: HfValues) -> dict[str, Any]:
+    """Qwen3, dense, with normalised queries and keys."""
+    return {
+        "attention": _qwen3_attention(values),
+        "dense_ffn_size": values.integer("intermediate_size"),
+    }
+
+
+def _qwen_experts(values: HfValues) -> dict[str, Any]:
+    """Routed experts and the placing of their layers, as Qwen2-MoE and Qwen3-MoE write them."""
+    dense = values.integers("mlp_only_layers", [])
+    period = values.integer("decoder_sparse_step", 1)
+    if sorted(dense) != list(range(len(dense))) or (dense and period > 1):
+        values.refuse("mlp_only_layers", f"is {dense} with decoder_sparse_step {period}; only the first layers can be")
+    has_dense = bool(dense) or period > 1
+    return {
+        "num_dense_layers": len(dense),
+        "moe_layer_period": period,
+        "dense_ffn_size": values.integer("intermediate_size") if has_dense else 0,
+        "moe": {
+            "num_experts": values.integer("num_experts"),
+            "top_k": values.integer("num_experts_per_tok"),
+            "expert_ffn_size": values.integer("moe_intermediate_size"),
+            "router": _softmax_router(values, 1e-3, normalize_top_k=values.flag("norm_topk_prob", default=False)),
+        },
+    }
+
+
+def qwen2_moe(values: HfValues) -> dict[str, Any]:
+    """Qwen2-MoE: a gated shared expert beside the routed ones."""
+    data = _qwen_experts(values)
+    data["moe"] |= {
+        "shared_ffn_size": values.integer("shared_expert_intermediate_size", minimum=0),
+        "shared_gate": True,
+    }
+    bias = values.flag("qkv_bias", default=True)
+    return data | {"attention": _gqa(values, qkv_bias=bias, **_qwen_window(values))}
+
+
+def qwen3_moe(values: HfValues) -> dict[str, Any]:
+    """Qwen3-MoE: no shared expert."""
+    return _qwen_experts(values) | {"attention": _qwen3_attention(values)}
+
+
+def mixtral(values: HfValues) -> dict[str, Any]:
+    """Mixtral: every layer MoE, weights normalised over the chosen experts."""
+    windowed = "sliding_window" in values
+    return {
+        "attention": _gqa(values, **_window(values, [windowed] * values.integer("num_hidden_layers"))),
+        "moe": {
+            "num_experts": values.integer("num_local_experts"),
+            "top_k": values.integer("num_experts_per_tok"),
+            "expert_ffn_size": values.integer("intermediate_size"),
+            "router": _softmax_router(values, 1e-3, normalize_top_k=True),
+        },
+    }
+
+
+def gpt_oss(values: HfValues) -> dict[str, Any]:
+    """GPT-OSS: softmax over the chosen logits, which is softmax over all, normalised over the chosen."""
+    layers = values.integer("num_hidden_layers")
+    bias = values.flag("attention_bias", default=True)
+    window = _window(values, [layer % 2 == 0 for layer in range(layers)])
+    attention = _gqa(values, head_dim=values.integer("head_dim"), qkv_bias=bias, out_bias=bias, sinks=True)
+    return {
+        "attention": attention | window,
+        "moe": {
+            "num_experts": values.integer("num_local_experts"),
+            "top_k": values.integer("num_experts_per_tok"),
+            "expert_ffn_size": values.integer("intermediate_size"),
+            "mlp_bias": True,
+            "router": _softmax_router(values, 0.9, normalize_top_k=True),
+        },
+    }
+
+
+def _deepseek(values: HfValues, router: dict[str, Any]) -> dict[str, Any]:
+    """Latent attention, leading dense layers, shared experts: DeepSeek-V2, V3 and Kimi K2 alike."""
+    values.require("attention_bias", default=False)
+    values.require("moe_layer_freq", default=1)
+    expert_ffn_size = values.integer("moe_intermediate_size")
+    return {
+        "attention": {
+            "kind": "mla",
+            "num_heads": values.integer("num_attention_heads"),
+            "q_lora_rank": values.integer_or_null("q_lora_rank") or 0,
+            **{
+                key: values.integer(key)
+                for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+            },
+        },
+        "dense_ffn_size": values.integer("intermediate_size"),
+        "num_dense_layers": values.integer("first_k_dense_replace", minimum=0),
+        "num_mtp_layers": values.integer("num_nextn_predict_layers", 0, minimum=0),
+        "moe": {
+            "num_experts": values.integer("n_routed_experts"),
+            "top_k": values.integer("num_experts_per_tok"),
+            "expert_ffn_size": expert_ffn_size,
+            "shared_ffn_size": expert_ffn_size * values.integer("n_shared_experts", 0, minimum=0),
+            "router": router,
+        },
+    }
+
+
+def _deepseek_router(values: HfValues, *, is_v3: bool) -> dict[str, Any]:
+    """Where the config names no loss: DeepSeek-V2's class has 1e-3, DeepSeek-V3's paper 1e-4, both per sequence."""
+    methods = ("greedy", "group_limited_greedy", "noaux_tc")
+    method = values.text("topk_method", "noaux_tc" if is_v3 else "greedy", allowed=methods)
+    coeff = values.number("aux_loss_alpha", 1e-4 if is_v3 else 1e-3)
+    loss = "seq_aux_loss" if values.flag("seq_aux", default=True) else "aux_loss"
+    groups = {}
+    if method != "greedy":
+        groups = {
+            "num_groups": values.integer("n_group", 8 if is_v3 else None),
+            "top_groups": values.integer("topk_group", 4 if is_v3 else None),
+        }
+    return groups | {
+        "score_function": values.text(
+            "scoring_func", "sigmoid" if is_v3 else "softmax", allowed=("sigmoid", "softmax")
+        ),
+        "scaling_factor": values.number("routed_scaling_factor", 2.5 if is_v3 else 1.0),
+        "normalize_top_k": values.flag("norm_topk_prob", default=is_v3),
+        "aux_loss": loss if coeff else "none",
+        "aux_loss_coeff": coeff,
+        "expert_bias": method == "noaux_tc",
+    }
+
+
+def deepseek_v2(values: HfValues) -> dict[str, Any]:
+    """DeepSeek-V2 and V2-Lite: softmax scores, optionally limited to groups."""
+    return _deepseek(values, _deepseek_router(values, is_v3=False))
+
+
+def deepseek_v3(values: HfValues) -> dict[str, Any]:
+    """DeepSeek-V3, Moonlight and Kimi K2: sigmoid scores, balanced by a bias."""
+    return _deepseek(values, _deepseek_router(values, is_v3=True))

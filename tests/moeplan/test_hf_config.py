@@ -1,0 +1,296 @@
+"""Published Hugging Face configs give the presets; what ModelSpec cannot hold is one clear error."""
+
+from typing import Any
+
+import pytest
+
+from moeplan.errors import InvalidInputError
+from moeplan.files import read_json
+from moeplan.hf_config import FAMILIES, model_from_hf_config
+from moeplan.model_spec import GqaAttention
+from moeplan.presets import PRESET_FOLDER, load_model
+
+DEEPSEEK_V3 = read_json(PRESET_FOLDER / "hf" / "deepseek-v3-config.json")
+_MLA = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+_COMMON = {"hidden_act": "silu", "tie_word_embeddings": False, "torch_dtype": "bfloat16"}
+_YARN = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}
+_AUX = {"aux_loss_alpha": 0.001, "seq_aux": True, "moe_layer_freq": 1, "attention_bias": False}
+_V3_ROUTER = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "norm_topk_prob": True}
+
+
+def _sizes(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, **more: Any) -> dict[str, Any]:
+    return {
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "intermediate_size": ffn,
+        **_COMMON,
+        **more,
+    }
+
+
+def _experts(routed: int, top_k: int, ffn: int, shared: int) -> dict[str, int]:
+    return {
+        "n_routed_experts": routed,
+        "num_experts_per_tok": top_k,
+        "moe_intermediate_size": ffn,
+        "n_shared_experts": shared,
+    }
+
+
+QWEN3_MOE = {
+    **_sizes(48, 2048, 32, 4, 6144, vocab_size=151936, rms_norm_eps=1e-6, rope_theta=1000000.0, head_dim=128),
+    "model_type": "qwen3_moe",
+    "attention_bias": False,
+    "decoder_sparse_step": 1,
+    "max_window_layers": 48,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "router_aux_loss_coef": 0.001,
+    "sliding_window": None,
+    "use_sliding_window": False,
+}
+GPT_OSS = {
+    **_sizes(24, 2880, 64, 8, 2880, vocab_size=201088, rms_norm_eps=1e-5, rope_theta=150000, head_dim=64),
+    "model_type": "gpt_oss",
+    "attention_bias": True,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "num_experts_per_tok": 4,
+    "num_local_experts": 32,
+    "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096},
+    "router_aux_loss_coef": 0.9,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+}
+MIXTRAL = {
+    **_sizes(32, 4096, 32, 8, 14336, vocab_size=32000, rms_norm_eps=1e-5, rope_theta=1000000.0),
+    "model_type": "mixtral",
+    "num_experts_per_tok": 2,
+    "num_local_experts": 8,
+    "router_aux_loss_coef": 0.02,
+    "sliding_window": None,
+}
+LLAMA31 = {
+    **_sizes(126, 16384, 128, 8, 53248, vocab_size=128256, rms_norm_eps=1e-5, rope_theta=500000.0),
+    "model_type": "llama",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192},
+}
+# Key by key what the models' own config.json holds, without keys that no architecture depends on.
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "deepseek-v3": DEEPSEEK_V3,
+    "deepseek-v2": {
+        **_sizes(60, 5120, 128, 128, 12288, vocab_size=102400, rms_norm_eps=1e-6, rope_theta=10000, rope_scaling=_YARN),
+        **_MLA,
+        **_AUX,
+        **_experts(160, 6, 1536, 2),
+        "model_type": "deepseek_v2",
+        "first_k_dense_replace": 1,
+        "n_group": 8,
+        "norm_topk_prob": False,
+        "q_lora_rank": 1536,
+        "routed_scaling_factor": 16.0,
+        "scoring_func": "softmax",
+        "topk_group": 3,
+        "topk_method": "group_limited_greedy",
+    },
+    "deepseek-v2-lite": {
+        **_sizes(27, 2048, 16, 16, 10944, vocab_size=102400, rms_norm_eps=1e-6, rope_theta=10000, rope_scaling=_YARN),
+        **_MLA,
+        **_AUX,
+        **_experts(64, 6, 1408, 2),
+        "model_type": "deepseek_v2",
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "norm_topk_prob": False,
+        "q_lora_rank": None,
+        "routed_scaling_factor": 1.0,
+        "scoring_func": "softmax",
+        "topk_group": 1,
+        "topk_method": "greedy",
+    },
+    "kimi-k2": {
+        **_sizes(61, 7168, 64, 64, 18432, vocab_size=163840, rms_norm_eps=1e-6, rope_theta=50000.0, rope_scaling=_YARN),
+        **_MLA,
+        **_AUX,
+        **_experts(384, 8, 2048, 1),
+        **_V3_ROUTER,
+        "model_type": "kimi_k2",
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "num_nextn_predict_layers": 0,
+        "q_lora_rank": 1536,
+        "routed_scaling_factor": 2.827,
+        "topk_group": 1,
+    },
+    "moonlight-16b-a3b": {
+        **_sizes(27, 2048, 16, 16, 11264, vocab_size=163840, rms_norm_eps=1e-5, rope_theta=50000.0),
+        **_MLA,
+        **_AUX,
+        **_experts(64, 6, 1408, 2),
+        **_V3_ROUTER,
+        "model_type": "deepseek_v3",
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "num_nextn_predict_layers": 0,
+        "q_lora_rank": None,
+        "routed_scaling_factor": 2.446,
+        "topk_group": 1,
+    },
+    "qwen3-30b-a3b": QWEN3_MOE,
+    "qwen3-8b": {
+        **_sizes(36, 4096, 32, 8, 12288, vocab_size=151936, rms_norm_eps=1e-6, rope_theta=1000000, head_dim=128),
+        "model_type": "qwen3",
+        "attention_bias": False,
+        "max_window_layers": 36,
+        "sliding_window": None,
+        "use_sliding_window": False,
+    },
+    "qwen2.5-32b": {
+        **_sizes(64, 5120, 40, 8, 27648, vocab_size=152064, rms_norm_eps=1e-5, rope_theta=1000000.0),
+        "model_type": "qwen2",
+        "max_window_layers": 64,
+        "sliding_window": 131072,
+        "use_sliding_window": False,
+    },
+    "qwen2-57b-a14b": {
+        **_sizes(28, 3584, 28, 4, 18944, vocab_size=151936, rms_norm_eps=1e-6, rope_theta=1000000.0),
+        "model_type": "qwen2_moe",
+        "decoder_sparse_step": 1,
+        "max_window_layers": 28,
+        "moe_intermediate_size": 2560,
+        "norm_topk_prob": False,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "router_aux_loss_coef": 0.001,
+        "shared_expert_intermediate_size": 20480,
+        "sliding_window": 65536,
+        "use_sliding_window": False,
+    },
+    "mixtral-8x7b": MIXTRAL,
+    "gpt-oss-20b": GPT_OSS,
+    "llama3.1-405b": LLAMA31,
+}
+
+
+@pytest.mark.parametrize("name", sorted(PUBLISHED))
+def test_a_published_config_gives_its_preset(name: str) -> None:
+    imported = model_from_hf_config(PUBLISHED[name], f"{name}/config.json")
+    preset = load_model(name).model_dump(exclude={"source"})
+    assert imported.model_dump(exclude={"source"}) == preset
+
+
+def test_every_family_has_a_published_config() -> None:
+    assert {config["model_type"] for config in PUBLISHED.values()} == set(FAMILIES)
+
+
+def test_rope_theta_may_lie_in_rope_parameters() -> None:
+    config = {key: value for key, value in GPT_OSS.items() if key not in ("rope_theta", "rope_scaling")}
+    config["rope_parameters"] = {"rope_type": "yarn", "factor": 32.0, "rope_theta": 123456}
+    assert model_from_hf_config(config, "config.json").rope_theta == 123456.0
+
+
+@pytest.mark.parametrize(
+    "extra, where, name",
+    [
+        ({"_name_or_path": "deepseek-ai/DeepSeek-V3"}, "x/config.json", "DeepSeek-V3"),
+        ({}, "x/config.json", "x"),
+        ({}, "config.json", "deepseek_v3"),
+        ({}, "some/v3.json", "v3"),
+    ],
+)
+def test_a_model_is_named_after_its_checkpoint(extra: dict[str, str], where: str, name: str) -> None:
+    assert model_from_hf_config(DEEPSEEK_V3 | extra, where).name == name
+
+
+@pytest.mark.parametrize(
+    "base, change, kinds",
+    [
+        (QWEN3_MOE, {"num_hidden_layers": 4, "mlp_only_layers": [0, 1]}, ("dense", "dense", "moe", "moe")),
+        (QWEN3_MOE, {"num_hidden_layers": 4, "decoder_sparse_step": 2}, ("dense", "moe", "dense", "moe")),
+        (DEEPSEEK_V3, {"num_hidden_layers": 4}, ("dense", "dense", "dense", "moe")),
+    ],
+)
+def test_dense_layers_are_placed(base: dict[str, Any], change: dict[str, Any], kinds: tuple[str, ...]) -> None:
+    model = model_from_hf_config(base | change, "config.json")
+    assert model.layer_kinds == kinds
+    assert model.dense_ffn_size == base["intermediate_size"]
+
+
+@pytest.mark.parametrize(
+    "base, change, expected",
+    [
+        (MIXTRAL, {"sliding_window": 4096}, (4096, 1)),
+        (GPT_OSS, {"layer_types": None}, (128, 2)),
+        (GPT_OSS, {"layer_types": ["full_attention"] * 24}, (None, 1)),
+        (GPT_OSS, {"layer_types": (["sliding_attention"] + ["full_attention"] * 3) * 6}, (128, 4)),
+        (QWEN3_MOE, {"use_sliding_window": True, "sliding_window": 512, "max_window_layers": 0}, (512, 1)),
+        (QWEN3_MOE, {"use_sliding_window": True, "sliding_window": 512}, (None, 1)),
+    ],
+)
+def test_windowed_layers(base: dict[str, Any], change: dict[str, Any], expected: tuple[int | None, int]) -> None:
+    attention = model_from_hf_config(base | change, "config.json").attention
+    assert isinstance(attention, GqaAttention)
+    assert (attention.sliding_window, attention.sliding_period) == expected
+
+
+@pytest.mark.parametrize("name", sorted(PUBLISHED))
+def test_a_missing_size_is_one_error_naming_key_and_file(name: str) -> None:
+    needed = ["model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size"]
+    needed += [key for key in ("num_experts_per_tok", "q_lora_rank", "kv_lora_rank") if key in PUBLISHED[name]]
+    for key in needed:
+        config = {other: value for other, value in PUBLISHED[name].items() if other != key}
+        with pytest.raises(InvalidInputError) as caught:
+            model_from_hf_config(config, "some/config.json")
+        assert caught.value.message == f"some/config.json: the key {key} is missing"
+
+
+@pytest.mark.parametrize(
+    "base, change, message",
+    [
+        (DEEPSEEK_V3, {"model_type": "gemma3"}, "model_type 'gemma3' cannot be imported"),
+        (DEEPSEEK_V3, {"hidden_size": "7168"}, "hidden_size must be a whole number, got '7168'"),
+        (DEEPSEEK_V3, {"num_hidden_layers": True}, "num_hidden_layers must be a whole number, got True"),
+        (DEEPSEEK_V3, {"n_routed_experts": 0}, "n_routed_experts must be at least 1, got 0"),
+        (DEEPSEEK_V3, {"routed_scaling_factor": "2.5"}, "routed_scaling_factor must be a number, got '2.5'"),
+        (DEEPSEEK_V3, {"norm_topk_prob": 1}, "norm_topk_prob must be true or false, got 1"),
+        (DEEPSEEK_V3, {"scoring_func": "sqrtsoftplus"}, "scoring_func must be one of sigmoid, softmax"),
+        (DEEPSEEK_V3, {"hidden_act": 7}, "hidden_act must be a string, got 7"),
+        (DEEPSEEK_V3, {"rope_parameters": [1]}, "rope_parameters must be an object, got [1]"),
+        (DEEPSEEK_V3, {"moe_layer_freq": 2}, "moe_layer_freq is 2; only 1 can be imported"),
+        (DEEPSEEK_V3, {"num_experts_per_tok": 300}, "top_k 300 exceeds num_experts 256"),
+        (LLAMA31, {"mlp_bias": True}, "mlp_bias is True; only False can be imported"),
+        (LLAMA31, {"num_attention_heads": 120}, "hidden_size 16384 is not a multiple of num_attention_heads 120"),
+        (LLAMA31, {"hidden_act": "relu"}, "hidden_act must be one of"),
+        (QWEN3_MOE, {"head_dim": None}, "the key head_dim is missing"),
+        (QWEN3_MOE, {"mlp_only_layers": [3]}, "mlp_only_layers is [3] with decoder_sparse_step 1"),
+        (QWEN3_MOE, {"mlp_only_layers": 3}, "mlp_only_layers must be a list of whole numbers, got 3"),
+        (QWEN3_MOE, {"use_sliding_window": True, "max_window_layers": 9}, "max_window_layers windows other layers"),
+        (GPT_OSS, {"layer_types": ["chunked_attention"] * 24}, "layer_types holds 'chunked_attention'"),
+        (GPT_OSS, {"layer_types": ["full_attention"] * 3}, "layer_types has 3 entries for 24 layers"),
+        (GPT_OSS, {"layer_types": "full"}, "layer_types must be a list of strings, got 'full'"),
+        (GPT_OSS, {"sliding_window": None}, "the key sliding_window is missing"),
+    ],
+)
+def test_what_cannot_be_imported_is_one_error(base: dict[str, Any], change: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidInputError) as caught:
+        model_from_hf_config(base | change, "some/config.json")
+    assert caught.value.message.startswith("some/config.json: ")
+    assert message in caught.value.message
+    assert caught.value.hint
+
+
+def test_an_unknown_family_lists_the_known_ones() -> None:
+    with pytest.raises(InvalidInputError) as caught:
+        model_from_hf_config({"model_type": "bert"}, "config.json")
+    assert all(family in caught.value.hint for family in FAMILIES)
+
+
+def test_a_config_that_is_no_object_is_refused() -> None:
+    with pytest.raises(InvalidInputError, match="a Hugging Face config is an object, got list"):
+        model_from_hf_config([], "config.json")
