@@ -142,13 +142,16 @@ class ModelSpec(Record):
     @cached_property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """Kind of each decoder layer, MTP layers not included."""
-        if self.moe is None:
-            return ("dense",) * self.num_layers
-        first, period = self.num_dense_layers, self.moe_layer_period
-        return tuple(
-            "moe" if layer >= first and (layer - first) % period == period - 1 else "dense"
-            for layer in range(self.num_layers)
+        return tuple(self._kind(layer) for layer in range(self.num_layers))
+
+    def _kind(self, layer: int) -> LayerKind:
+        after_dense = layer - self.num_dense_layers
+        is_moe = (
+            self.moe is not None
+            and after_dense >= 0
+            and after_dense % self.moe_layer_period == (self.moe_layer_period - 1)
         )
+        return "moe" if is_moe else "dense"
 
     @property
     def mtp_kind(self) -> LayerKind:
