@@ -1,6 +1,7 @@
 # `make demo` and `make test` are all a newcomer needs: both set .venv up first.
 PYTHON ?= python3
 PYTEST_ARGS ?=
+JOBS ?= 0
 BIN := .venv/bin
 STAMP := .venv/.installed
 
@@ -9,9 +10,10 @@ STAMP := .venv/.installed
 demo: setup
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/demo.sh build/demo
 
-# The CPU suite. Whole files go to each of two workers, because a pool of gloo processes lives through a module.
+# The CPU suite. JOBS=2 deals whole files to two workers (a pool of gloo processes lives through a module); it costs 2 s
+# to start, and on two cores the gloo tests fill the machine by themselves.
 test: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not gpu" -n 2 --dist loadfile $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not gpu" -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
 
 lint: setup
 	$(BIN)/ruff check .
