@@ -1,0 +1,64 @@
+"""Stacks: every preset loads, and says what it cannot execute."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from moeplan.errors import InvalidInputError
+from moeplan.files import toml_text
+from moeplan.plan import Plan
+from moeplan.presets import load_model
+from moeplan.simulator.stack import load_stack, stack_names
+
+DSV3 = Plan(
+    model=load_model("deepseek-v3"), hardware="gb300", num_gpus=256, seq_len=4096, global_batch_size=8192, pp=4, ep=64
+)
+
+
+@pytest.mark.parametrize("name", stack_names())
+def test_every_stack_loads_under_its_own_name_and_round_trips(name: str, tmp_path: Path) -> None:
+    stack = load_stack(name)
+    assert stack.name == name
+    copy = tmp_path / "mine.toml"
+    copy.write_text(toml_text(stack))
+    assert load_stack(str(copy)) == stack
+
+
+def test_unknown_name_offers_the_nearest() -> None:
+    with pytest.raises(InvalidInputError, match="unknown stack 'megatron-bridge'") as caught:
+        load_stack("megatron-bridge")
+    assert "megatron-bridge-26.08" in caught.value.hint
+
+
+def test_number_without_source_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "bare.toml"
+    text = toml_text(load_stack("native").model_copy(update={"name": "bare"}))
+    path.write_text(
+        text.split("[allocator_reserve_frac]")[0].replace(
+            "[logit_bytes]", "allocator_reserve_frac = 0.1\n[logit_bytes]"
+        )
+    )
+    with pytest.raises(InvalidInputError, match=r"allocator_reserve_frac: a bare number has no source"):
+        load_stack(str(path))
+
+
+@pytest.mark.parametrize(
+    "name, changes, keys",
+    [
+        ("megatron-bridge-26.08", {}, []),
+        ("megatron-bridge-26.08", {"precision": "fp64"}, ["precision"]),
+        ("megatron-bridge-26.08", {"dispatcher": "flex", "flex_backend": "hybridep"}, []),
+        ("native", {}, ["pp"]),
+        ("native", {"pp": 1, "cp": 2, "vp": 2}, ["vp", "cp"]),
+        ("native", {"pp": 1, "dispatcher": "flex"}, ["dispatcher"]),
+        ("megatron-lm-2022", {"recompute": ("moe_act",)}, ["recompute", "model"]),
+    ],
+)
+def test_violations_name_what_the_stack_does_not_execute(
+    name: str, changes: dict[str, object], keys: list[str]
+) -> None:
+    point = replace(DSV3.point, **changes)  # type: ignore[arg-type]
+    found = list(load_stack(name).violations(DSV3.model, point))
+    assert [key for key, _ in found] == keys
+    assert all(name in problem for _, problem in found)
