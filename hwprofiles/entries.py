@@ -75,7 +75,8 @@ def _label(item: Record) -> str:
     match item:
         case GroupedGemmCurve():
             experts = "" if item.num_experts is None else f" {item.num_experts} experts"
-            return f"{item.dtype} {item.backend}{experts}"
+            shape = "" if item.hidden_size is None else f" {item.hidden_size}x{item.expert_ffn_size}"
+            return f"{item.dtype} {item.backend}{experts}{shape}"
         case GemmCurve():
             return item.dtype
         case AttentionCurve():

@@ -101,11 +101,14 @@ class GemmCurve(Provenance):
 class GroupedGemmCurve(GemmCurve):
     """Grouped GEMM rate by rows M per expert, all local experts in one call. FLOP/s.
 
-    ``num_experts`` is the number of local experts of the readings; ``backend`` the kernel (torch, te, cutlass, ...).
+    ``backend`` is the kernel (torch, te, cutlass, deepgemm, ...). What the readings were taken at: ``num_experts`` local
+    experts of ``hidden_size`` x ``expert_ffn_size``; None where they mix shapes.
     """
 
     backend: str
     num_experts: int | None = None
+    hidden_size: int | None = None
+    expert_ffn_size: int | None = None
 
 
 class AttentionCurve(Provenance):
