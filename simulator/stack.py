@@ -53,27 +53,23 @@ class SoftwareStack(Record):
 
     def violations(self, model: ModelSpec, point: Point) -> Iterator[tuple[str, str]]:
         """Each thing the point asks and this stack does not execute, as (key, what was got and what is allowed)."""
+        stack = f"stack {self.name}"
         if point.precision not in self.precisions:
-            yield "precision", f"stack {self.name} runs {', '.join(self.precisions)}, got {point.precision}"
+            yield "precision", f"{stack} runs {', '.join(self.precisions)}, got {point.precision}"
         for module in point.recompute:
             if module not in self.recompute:
-                yield (
-                    "recompute",
-                    f"stack {self.name} recomputes {', '.join(self.recompute) or 'nothing'}, got {module}",
-                )
+                yield "recompute", f"{stack} recomputes {', '.join(self.recompute) or 'nothing'}, got {module}"
         for axis, limit in (("pp", self.max_pp), ("vp", self.max_vp), ("cp", self.max_cp)):
             degree: int = getattr(point, axis)
             if limit is not None and degree > limit:
                 yield axis, f"{stack} runs at most {axis} {limit}, got {degree}"
         if model.moe is None:
             return
+        backend = self.dispatch_backend(point)
         if not self.dispatchers:
             yield "model", f"{stack} has no MoE layer, {model.name} needs one"
-        elif self.dispatch_backend(point) not in self.dispatchers:
-            yield (
-                "dispatcher",
-                f"stack {self.name} has {', '.join(self.dispatchers)}, got {self.dispatch_backend(point)}",
-            )
+        elif backend not in self.dispatchers:
+            yield "dispatcher", f"{stack} has {', '.join(self.dispatchers)}, got {backend}"
 
 
 def stack_names() -> tuple[str, ...]:
