@@ -101,7 +101,7 @@ class GemmCurve(Provenance):
 class GroupedGemmCurve(GemmCurve):
     """Grouped GEMM rate by rows M per expert, all local experts in one call. FLOP/s.
 
-    ``backend`` is the kernel (torch, te, cutlass, deepgemm, ...). What the readings were taken at: ``num_experts`` local
+    ``backend`` is the kernel (torch, te, cutlass, deepgemm, ...). The readings were taken at ``num_experts`` local
     experts of ``hidden_size`` x ``expert_ffn_size``; None where they mix shapes.
     """
 
