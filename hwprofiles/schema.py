@@ -112,7 +112,10 @@ class GroupedGemmCurve(GemmCurve):
 
 
 class AttentionCurve(Provenance):
-    """Causal attention core rate by sequence length, FLOP/s with causal attention halved."""
+    """Causal attention core rate by sequence length, FLOP/s with causal attention halved.
+
+    Forward counts its 2 GEMMs, backward all 5 (2.5 x the forward FLOPs where query and value heads are alike).
+    """
 
     dtype: Dtype
     phase: Literal["fwd", "bwd"]
