@@ -48,18 +48,21 @@ class Figures(Record):
 
 
 class ComparedFigure(Record):
-    """One figure predicted and measured; ``error_frac`` = predicted / measured - 1."""
+    """One figure predicted and measured; ``error_frac`` = predicted / measured - 1, None where nothing was measured."""
 
     name: str
     unit: str
     predicted: float
     measured: float
-    error_frac: float
+    error_frac: float | None
     tolerance_frac: float | None = Field(default=None, description="None: reported, not judged")
 
     @property
     def within(self) -> bool:
-        return self.tolerance_frac is None or abs(self.error_frac) <= self.tolerance_frac
+        """Whether the figure is inside its tolerance; a judged figure that was not measured is not."""
+        if self.tolerance_frac is None:
+            return True
+        return self.error_frac is not None and abs(self.error_frac) <= self.tolerance_frac
 
 
 class Comparison(Record):
@@ -74,11 +77,14 @@ class Comparison(Record):
 
 
 class Rejection(Record):
-    """Plans turned down by one wall, with the one that came nearest."""
+    """Plans turned down by one wall, with the one that came nearest.
+
+    ``wall`` is ``memory`` (with ``needed`` and ``available`` in ``unit``) or the key of a rule of legality.
+    """
 
     wall: str
     count: int
-    needed: float
-    available: float
-    unit: str
-    nearest_miss: str = Field(description="the plan that came nearest, in short form")
+    nearest_miss: str = Field(description="the plan that came nearest in short form, or the rule with its figures")
+    needed: float | None = None
+    available: float | None = None
+    unit: str = ""

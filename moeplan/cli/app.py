@@ -1,0 +1,192 @@
+"""The command line. Only signatures live here; bodies import what they need, so that ``--help`` stays fast."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moeplan import __version__
+from moeplan.errors import MoeplanError
+
+app = typer.Typer(
+    name="moeplan",
+    help="Plan, run and check Mixture-of-Experts training: memory, communication and compute, jointly.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+models_app = typer.Typer(help="List model presets, or show one with its parameters, FLOPs and source.")
+hardware_app = typer.Typer(help="List hardware profiles, or show one with the source of every number.")
+app.add_typer(models_app, name="models", invoke_without_command=True)
+app.add_typer(hardware_app, name="hardware", invoke_without_command=True)
+
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
+ModelName = Annotated[str, typer.Option("--model", help="Preset, .toml file, or Hugging Face config.json.")]
+HardwareName = Annotated[str, typer.Option("--hardware", help="Profile name or .toml file.")]
+Stack = Annotated[
+    str, typer.Option("--stack", help="Engine and release that executes: default native on a CPU profile, else Bridge.")
+]
+Fix = Annotated[str, typer.Option("--fix", help="Pin axes: tp=1,pp=8,precision=bf16,recompute=layernorm+moe_act.")]
+Gpus = Annotated[int, typer.Option("--gpus", min=1, help="Number of GPUs (processes for a CPU profile).")]
+SeqLen = Annotated[int, typer.Option("--seq-len", min=1, help="Tokens of one sequence.")]
+BatchSize = Annotated[int, typer.Option("--global-batch-size", min=1, help="Sequences of one optimizer step.")]
+PlanFile = Annotated[Path, typer.Argument(help="Plan TOML, as written by search --out.")]
+
+
+def _print_version(wanted: bool) -> None:  # noqa: FBT001 - typer calls it with the flag's value
+    if wanted:
+        typer.echo(f"moeplan {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Errors go to stderr as `error:` and `hint:`. Exit codes: 0 ok, 2 input, 3 no plan, 4 tolerance, 1 our fault."""
+
+
+@app.command()
+def search(  # noqa: D103 - the help text is the docstring of the command that typer shows
+    model: ModelName,
+    hardware: HardwareName,
+    gpus: Gpus,
+    seq_len: SeqLen,
+    global_batch_size: BatchSize,
+    stack: Stack = "",
+    fix: Fix = "",
+    forbid: Annotated[str, typer.Option("--forbid", help="Values not to use: tp=8,precision=mxfp8.")] = "",
+    top: Annotated[int, typer.Option("--top", min=1, help="Plans to print.")] = 10,
+    time_limit: Annotated[float | None, typer.Option("--time-limit", help="Seconds after which to stop.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Write the best plan to this TOML file.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Rank the plans that fit: memory is a hard wall, then step time decides."""
+    from moeplan.cli.search import run_search
+
+    run_search(model, hardware, gpus, seq_len, global_batch_size, stack, fix, forbid, top, time_limit, out, as_json)
+
+
+@app.command()
+def predict(
+    plan: PlanFile,
+    hardware: Annotated[str, typer.Option("--hardware", help="Use this profile instead of the plan's.")] = "",
+    trace: Annotated[Path | None, typer.Option("--trace", help="Write a Perfetto trace of the pipeline.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Predict one plan: memory by category and pipeline rank, step time by op family."""
+    from moeplan.cli.predict import run_predict
+
+    run_predict(plan, hardware, trace, as_json)
+
+
+@app.command()
+def run(
+    plan: PlanFile,
+    steps: Annotated[int | None, typer.Option("--steps", min=1, help="Optimizer steps.")] = None,
+    data: Annotated[str, typer.Option("--data", help="Flat token file; default the standard library as bytes.")] = "",
+    data_dtype: Annotated[str, typer.Option("--data-dtype", help="uint8, uint16 or uint32.")] = "uint16",
+    seed: Annotated[int | None, typer.Option("--seed", help="Of weights and data order.")] = None,
+    lr: Annotated[float | None, typer.Option("--lr", help="Peak learning rate.")] = None,
+    processes: Annotated[
+        int | None, typer.Option("--processes", min=1, help="Processes to start; default the plan's number of GPUs.")
+    ] = None,
+    hardware: Annotated[str, typer.Option("--hardware", help="Predict with this profile instead of the plan's.")] = "",
+    out: Annotated[Path, typer.Option("--out", help="Measurement JSON.")] = Path("measurement.json"),
+    max_step_error: Annotated[
+        float | None, typer.Option("--max-step-error", help="Exit 4 if step time is off by more than this fraction.")
+    ] = None,
+    max_memory_error: Annotated[
+        float | None, typer.Option("--max-memory-error", help="Exit 4 if peak memory is off by more than this fraction.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check and predict, start nothing.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Train the plan for real, then print predicted beside measured."""
+    from moeplan.cli.run import RunOptions, run_plan
+
+    settings = {"steps": steps, "data": data, "data_dtype": data_dtype, "seed": seed, "lr": lr}
+    tolerances = {"step_s": max_step_error, "peak_memory_bytes": max_memory_error}
+    run_plan(plan, RunOptions(settings, tolerances, processes, hardware, out, dry_run, as_json))
+
+
+@app.command()
+def calibrate(
+    processes: Annotated[int, typer.Option("--processes", min=1, help="Measure with this many running at once.")] = 1,
+    out: Annotated[Path, typer.Option("--out", help="Profile TOML to write.")] = Path("cpu-host.toml"),
+    as_json: Json = False,
+) -> None:
+    """Measure this machine and write its hardware profile."""
+    from moeplan.cli.calibrate import run_calibrate
+
+    run_calibrate(processes, out, as_json)
+
+
+@models_app.callback()
+def models(context: typer.Context, as_json: Json = False) -> None:
+    """List model presets."""
+    if context.invoked_subcommand is None:
+        from moeplan.cli.show import list_models
+
+        list_models(as_json)
+
+
+@models_app.command("show")
+def models_show(name: Annotated[str, typer.Argument(help="Preset or file.")], as_json: Json = False) -> None:
+    """Show one model: sizes, parameters, FLOPs, source."""
+    from moeplan.cli.show import show_model
+
+    show_model(name, as_json)
+
+
+@hardware_app.callback()
+def hardware(context: typer.Context, as_json: Json = False) -> None:
+    """List hardware profiles."""
+    if context.invoked_subcommand is None:
+        from moeplan.cli.show import list_hardware
+
+        list_hardware(as_json)
+
+
+@hardware_app.command("show")
+def hardware_show(name: Annotated[str, typer.Argument(help="Profile or file.")], as_json: Json = False) -> None:
+    """Show every number of a profile with its source."""
+    from moeplan.cli.show import show_hardware
+
+    show_hardware(name, as_json)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Entry point: one ``error:`` line and one ``hint:`` line instead of a traceback for what users can cause."""
+    usage_error = typer.BadParameter.__mro__[1]  # click's UsageError, wherever this typer keeps click
+    try:
+        code = app(args=arguments, standalone_mode=False)
+    except MoeplanError as error:
+        _report(error.message, error.hint)
+        code = error.exit_code
+    except usage_error as error:
+        _report(error.format_message(), "moeplan COMMAND --help lists the options")  # type: ignore[attr-defined]
+        code = 2
+    except (KeyboardInterrupt, typer.Abort):
+        _report("interrupted", "nothing was left half-written")
+        code = 130
+    except BrokenPipeError:  # the reader of our output went away, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    except Exception as error:
+        if os.environ.get("MOEPLAN_DEBUG"):
+            raise
+        _report(f"internal error: {type(error).__name__}: {error}", "set MOEPLAN_DEBUG=1 for the traceback and report it")
+        code = 1
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _report(message: str, hint: str) -> None:
+    one_line = " ".join(message.split())
+    print(f"error: {one_line}", file=sys.stderr)  # noqa: T201 - the command line's own output
+    if hint:
+        print(f"hint: {hint}", file=sys.stderr)  # noqa: T201

@@ -1,0 +1,95 @@
+"""``moeplan run``: the one place where prediction and measurement meet."""
+
+import math
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moeplan.cli.inputs import load_machine, load_plan
+from moeplan.comparison import compare
+from moeplan.errors import InvalidInputError, ToleranceError
+from moeplan.files import read_json, toml_text, validate, write_text_atomically
+from moeplan.flops import training_flops_per_token
+from moeplan.plan import Plan
+from moeplan.report.comparison import print_comparison
+from moeplan.report.output import err_console, print_json
+from moeplan.report.prediction import print_prediction
+from moeplan.results import Figures
+from moeplan.run_config import RunConfig
+from moeplan.simulator.predict import predict
+from moeplan.units import format_bytes, format_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """Options of the command. ``settings`` go into RunConfig where not None."""
+
+    settings: dict[str, Any]
+    tolerances: dict[str, float | None]
+    processes: int | None
+    hardware: str
+    out: Path
+    dry_run: bool
+    as_json: bool
+
+
+def run_plan(path: Path, options: RunOptions) -> None:
+    """Predict, train, compare. Raises ToleranceError where a judged figure is off by more than allowed."""
+    plan = load_plan(path)
+    profile, stack = load_machine(plan, options.hardware)
+    if stack.name != "native":
+        raise InvalidInputError(
+            f"{path}: stack: got {stack.name!r}, allowed: native", "search again with --stack native to train here"
+        )
+    settings = {key: value for key, value in options.settings.items() if value not in (None, "")}
+    run_config = validate(RunConfig, settings, "command line")
+    predicted = predict(plan, profile, stack)
+    if options.dry_run:
+        print_prediction(plan, profile, predicted)
+        return
+    measured = _train(plan, run_config, options)
+    comparison = compare(predicted, measured, options.tolerances)
+    if options.as_json:
+        print_json(
+            {
+                "plan_id": plan.plan_id,
+                "predicted": predicted.model_dump(mode="json"),
+                "measured": measured.model_dump(mode="json"),
+                "comparison": comparison.model_dump(mode="json"),
+            }
+        )
+    else:
+        print_comparison(comparison, measured)
+    if not comparison.within_tolerance:
+        off = ", ".join(figure.name for figure in comparison.figures if not figure.within)
+        raise ToleranceError(f"prediction outside tolerance: {off}", "calibrate again on a quiet machine, or see the table")
+
+
+def _train(plan: Plan, run_config: RunConfig, options: RunOptions) -> Figures:
+    from moeplan.executor.check import check_supported
+    from moeplan.executor.launch import launch
+
+    check_supported(plan)
+    log = err_console()
+    log.print(
+        f"training {plan.model.name} on {plan.num_gpus} processes: {run_config.steps} steps of {plan.tokens_per_step} "
+        f"tokens, {_flops(plan)} a step"
+    )
+    with tempfile.TemporaryDirectory(prefix="moeplan-") as folder:
+        plan_file, run_file = Path(folder) / "plan.toml", Path(folder) / "run.toml"
+        write_text_atomically(plan_file, toml_text(plan))
+        write_text_atomically(run_file, toml_text(run_config))
+        launch(plan_file, run_file, options.out, options.processes or plan.num_gpus)
+    measured = validate(Figures, read_json(options.out), str(options.out))
+    first, last = measured.losses[0], measured.losses[-1]
+    log.print(
+        f"loss {first:.3f} -> {last:.3f} (a uniform guess is {math.log(plan.model.vocab_size):.3f}), "
+        f"step {format_seconds(measured.step_s)}, peak memory {format_bytes(measured.peak_memory_bytes)}; wrote {options.out}"
+    )
+    return measured
+
+
+def _flops(plan: Plan) -> str:
+    flops = training_flops_per_token(plan.model, plan.seq_len) * plan.tokens_per_step
+    return f"{flops / 1e9:.0f} model GFLOP"

@@ -1,0 +1,34 @@
+"""Predicted beside measured."""
+
+from collections.abc import Mapping
+
+from moeplan.results import ComparedFigure, Comparison, Figures
+from moeplan.vocabulary import OP_FAMILIES
+
+HEADLINES = (("step_s", "s"), ("tokens_per_s_per_gpu", "tokens/s"), ("model_tflops_per_gpu", "TFLOP/s"), ("peak_memory_bytes", "bytes"))
+
+
+def compare(predicted: Figures, measured: Figures, tolerances: Mapping[str, float | None]) -> Comparison:
+    """Headline figures, memory by category (worst pipeline rank) and time by op family.
+
+    ``tolerances`` maps a figure's name to the largest allowed |predicted / measured - 1|; figures without are reported.
+    """
+    rows = [(name, unit, getattr(predicted, name), getattr(measured, name)) for name, unit in HEADLINES]
+    for category, values in measured.memory_bytes.items():
+        rows.append((f"memory.{category}", "bytes", max(predicted.memory_bytes.get(category, (0.0,))), max(values)))
+    for family in OP_FAMILIES:
+        times = [figures.time_s[family].total_s if family in figures.time_s else 0.0 for figures in (predicted, measured)]
+        if any(times):
+            rows.append((f"time.{family}", "s", *times))
+    figures = tuple(
+        ComparedFigure(
+            name=name,
+            unit=unit,
+            predicted=expected,
+            measured=found,
+            error_frac=expected / found - 1 if found else None,
+            tolerance_frac=tolerances.get(name),
+        )
+        for name, unit, expected, found in rows
+    )
+    return Comparison(plan_id=measured.plan_id, figures=figures)

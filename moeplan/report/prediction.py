@@ -1,0 +1,29 @@
+"""What ``moeplan predict`` prints."""
+
+from moeplan.hwprofiles.schema import HardwareProfile
+from moeplan.plan import Plan
+from moeplan.report.output import out_console
+from moeplan.report.tables import memory_table, time_table
+from moeplan.results import Figures
+from moeplan.units import format_bytes, format_seconds
+
+
+def print_prediction(plan: Plan, profile: HardwareProfile, predicted: Figures) -> None:
+    """Headline figures, the memory wall by rank, time by op family, doubts."""
+    console = out_console()
+    console.print(f"plan {plan.plan_id}: {plan.model.name} on {plan.num_gpus} x {profile.name}, stack {predicted.stack}")
+    console.print(f"layout {plan.layout}, {plan.num_micro_batches} micro-batches of {plan.mbs} x {plan.seq_len}")
+    console.print(
+        f"step {format_seconds(predicted.step_s)} +- {100 * predicted.error_bar_frac:.0f} %, "
+        f"{predicted.tokens_per_s_per_gpu:.0f} tokens/s/GPU, {predicted.model_tflops_per_gpu:.4g} model TFLOP/s/GPU"
+    )
+    usable = profile.memory_bytes.value
+    verdict = "fits" if predicted.peak_memory_bytes <= usable else "DOES NOT FIT"
+    console.print(
+        f"memory {format_bytes(predicted.peak_memory_bytes)} of {format_bytes(usable)} on pipeline rank "
+        f"{predicted.peak_rank}: {verdict}"
+    )
+    console.print(memory_table(predicted))
+    console.print(time_table(predicted))
+    for note in predicted.notes:
+        console.print(f"note: {note}")

@@ -1,0 +1,78 @@
+"""What ``moeplan search`` prints."""
+
+from pathlib import Path
+
+from moeplan.planner.request import SearchRequest
+from moeplan.planner.search import RankedPlan, SearchOutcome
+from moeplan.report.output import out_console
+from moeplan.report.tables import memory_table, table, time_table
+from moeplan.results import Rejection
+from moeplan.units import format_bytes, format_count, format_seconds
+
+DEGREES = ("tp", "cp", "dp", "pp", "vp", "etp", "ep", "edp", "mbs")
+
+
+def print_outcome(request: SearchRequest, outcome: SearchOutcome, out: Path | None) -> None:
+    """Ranked plans, the best one in detail, and why the rest was turned down."""
+    console = out_console()
+    tokens = request.global_batch_size * request.seq_len
+    console.print(
+        f"{request.model.name} on {request.num_gpus} x {request.profile.name}, stack {request.stack.name}: "
+        f"{request.global_batch_size} sequences of {request.seq_len} = {format_count(tokens)} tokens a step"
+    )
+    if outcome.plans:
+        console.print(_ranking(request, outcome))
+        best = outcome.plans[0]
+        console.print(f"Best plan {best.plan.plan_id}: layout {best.plan.layout}, {best.plan.num_micro_batches} micro-batches")
+        console.print(memory_table(best.predicted))
+        console.print(time_table(best.predicted))
+        for note in best.predicted.notes:
+            console.print(f"note: {note}")
+    console.print(_rejections(outcome))
+    complete = "the whole space" if outcome.is_complete else "cut by the time limit"
+    console.print(
+        f"{outcome.num_points} candidates, {outcome.num_costed} fit and were costed, {outcome.seconds:.1f} s, {complete}"
+    )
+    if out is not None and outcome.plans:
+        console.print(f"best plan written to {out}")
+
+
+def _ranking(request: SearchRequest, outcome: SearchOutcome):  # type: ignore[no-untyped-def]
+    columns = ["#", "plan", *DEGREES, "precision", "dispatcher", "recompute"]
+    columns += ["step", "tok/s/GPU", "TFLOP/s/GPU", "+-", "memory"]
+    rows = [
+        _ranking_row(index, ranked, request.profile.memory_bytes.value)
+        for index, ranked in enumerate(outcome.plans, start=1)
+    ]
+    return table("Plans, fastest first", columns, rows, left=2)
+
+
+def _ranking_row(index: int, ranked: RankedPlan, memory_bytes: float) -> list[str]:
+    plan, predicted = ranked.plan, ranked.predicted
+    return [
+        str(index),
+        plan.plan_id,
+        *(str(getattr(plan, degree)) for degree in DEGREES),
+        plan.precision,
+        plan.flex_backend if plan.dispatcher == "flex" else plan.dispatcher,
+        "+".join(plan.recompute) or "none",
+        format_seconds(predicted.step_s),
+        f"{predicted.tokens_per_s_per_gpu:.0f}",
+        f"{predicted.model_tflops_per_gpu:.0f}" if predicted.model_tflops_per_gpu >= 10 else f"{predicted.model_tflops_per_gpu:.3g}",
+        f"{100 * predicted.error_bar_frac:.0f} %",
+        f"{format_bytes(predicted.peak_memory_bytes)} ({100 * predicted.peak_memory_bytes / memory_bytes:.0f} %)",
+    ]
+
+
+def _rejections(outcome: SearchOutcome):  # type: ignore[no-untyped-def]
+    rows = [[rejection.wall, str(rejection.count), _nearest(rejection)] for rejection in outcome.rejections]
+    made = table("Turned down", ["wall", "plans", "nearest miss, or the rule"], rows)
+    made.columns[-1].justify = "left"
+    return made
+
+
+def _nearest(rejection: Rejection) -> str:
+    if rejection.needed is None or rejection.available is None:
+        return rejection.nearest_miss
+    needed, available = format_bytes(rejection.needed), format_bytes(rejection.available)
+    return f"{rejection.nearest_miss}: needs {needed} of {available}"

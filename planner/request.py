@@ -1,0 +1,73 @@
+"""What a search is asked for, and the user's ``--fix`` and ``--forbid``."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from moeplan.errors import InvalidInputError, nearest_names
+from moeplan.hwprofiles.schema import HardwareProfile
+from moeplan.model_spec import ModelSpec
+from moeplan.plan import Plan
+from moeplan.simulator.stack import SoftwareStack
+
+# What --fix and --forbid may name: the axes searched, and further fields that every plan then takes as given.
+PINNABLE = (
+    "tp", "cp", "pp", "vp", "etp", "ep", "mbs", "layout", "precision", "recompute", "dispatcher", "flex_backend",
+    "memory_efficient_permutation", "sharding", "grad_dtype", "moment_dtype", "micro_batch_group_size",
+    "overlap_grad_reduce", "overlap_param_gather",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class SearchRequest:
+    """One search. ``hardware`` is the name or path that plans will carry; ``fixed`` pins Plan fields to one value."""
+
+    model: ModelSpec
+    hardware: str
+    profile: HardwareProfile
+    stack: SoftwareStack
+    num_gpus: int
+    seq_len: int
+    global_batch_size: int
+    fixed: dict[str, Any] = field(default_factory=dict)
+    forbidden: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    top_k: int = 10
+    time_limit_s: float | None = None
+
+
+def parse_pins(text: str, flag: str) -> dict[str, Any]:
+    """``tp=1,pp=8,recompute=layernorm+moe_act`` as Plan fields; a list takes ``+``, ``none`` empties it.
+
+    Raises InvalidInputError for an unknown key or a value of the wrong type.
+    """
+    pins: dict[str, Any] = {}
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        key, separator, written = (part.strip() for part in item.partition("="))
+        if not separator or not written:
+            raise InvalidInputError(f"{flag}: got {item!r}, allowed: key=value", "for example tp=1,pp=8")
+        if key not in PINNABLE:
+            raise InvalidInputError(f"{flag}: unknown key {key!r}", nearest_names(key, PINNABLE))
+        pins[key] = _parse_value(key, written, flag)
+    return pins
+
+
+def parse_forbidden(text: str, flag: str) -> dict[str, tuple[Any, ...]]:
+    """As :func:`parse_pins`, but the same key may come again: ``tp=4,tp=8`` forbids both."""
+    forbidden: dict[str, tuple[Any, ...]] = {}
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        for key, value in parse_pins(item, flag).items():
+            forbidden[key] = (*forbidden.get(key, ()), value)
+    return forbidden
+
+
+def _parse_value(key: str, written: str, flag: str) -> Any:
+    value: Any = written
+    if key == "recompute":
+        value = tuple(sorted(part for part in written.split("+") if part != "none"))
+    info = Plan.model_fields[key]
+    try:
+        return TypeAdapter(info.rebuild_annotation()).validate_python(value)
+    except ValidationError as error:
+        problem = error.errors()[0]["msg"]
+        raise InvalidInputError(f"{flag}: {key}: {problem}, got {written!r}", "see the plan file for the allowed values") from None

@@ -1,0 +1,224 @@
+"""The space a search covers: candidate values per axis, and the legal points they make."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import combinations, product
+from typing import Any
+
+from moeplan.errors import InvalidInputError
+from moeplan.layout import PipelineLayout, balanced_layout
+from moeplan.legality import violations
+from moeplan.model_spec import MlaAttention, ModelSpec
+from moeplan.plan import Plan
+from moeplan.planner.request import SearchRequest
+from moeplan.point import Point
+from moeplan.simulator.stack import SoftwareStack
+from moeplan.vocabulary import RecomputeModule
+
+MESH_AXES = ("tp", "cp", "pp", "etp", "ep")
+# Report section 10.2: context parallelism from 8K tokens on, and no less than 4K tokens a rank.
+MIN_SEQ_LEN_FOR_CP, MIN_TOKENS_PER_CP_RANK = 8192, 4096
+MAX_TP, MAX_MBS = 8, 8  # wider tensor parallelism leaves GEMMs too narrow; --fix reaches beyond both
+# Modules whose recomputation is cheap for what it frees (report section 1.6), tried in every combination. ``full``
+# repeats GEMMs and the expert exchange and is tried alone, last.
+CHEAP_MODULES: tuple[RecomputeModule, ...] = ("layernorm", "moe_act", "mla_up_proj", "shared_experts")
+RecomputeSet = tuple[RecomputeModule, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """Candidate values of each searched axis."""
+
+    tp: tuple[int, ...]
+    cp: tuple[int, ...]
+    pp: tuple[int, ...]
+    vp: tuple[int, ...] | None  # None: by rule from the model and pp
+    etp: tuple[int, ...] | None  # None: 1 and tp
+    ep: tuple[int, ...]
+    mbs: tuple[int, ...]
+    precision: tuple[str, ...]
+    dispatcher: tuple[str, ...]
+    recompute: tuple[RecomputeSet, ...]
+
+
+@dataclass(slots=True)
+class Tally:
+    """Candidates left out before costing, by the key of the first rule they break, with one example each."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, str] = field(default_factory=dict)
+
+    def add(self, key: str, message: str) -> None:
+        """Count one candidate."""
+        self.counts[key] += 1
+        self.examples.setdefault(key, message)
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Legal points that differ in recompute only, cheaper sets first."""
+
+    base: Point
+    recompute: tuple[RecomputeSet, ...]
+
+    def points(self) -> Iterator[Point]:
+        """The points, in order."""
+        fields = self.base.as_dict()
+        for chosen in self.recompute:
+            yield Point(**(fields | {"recompute": chosen}))
+
+
+def default_space(request: SearchRequest) -> Space:
+    """Every axis as far as the stack executes it and the report's rules find it worth while, then ``--fix``."""
+    model, stack, gpus = request.model, request.stack, request.num_gpus
+    domain = int(request.profile.scale_up_domain_gpus.value)
+    max_cp = request.seq_len // MIN_TOKENS_PER_CP_RANK if request.seq_len >= MIN_SEQ_LEN_FOR_CP else 1
+    experts = model.moe.num_experts if model.moe else 1
+    fixed = request.fixed
+    return Space(
+        tp=_pinned(fixed, "tp") or powers_of_two(min(MAX_TP, domain, gpus, model.attention.num_heads)),
+        cp=_pinned(fixed, "cp") or powers_of_two(min(max_cp, stack.max_cp or gpus, gpus)),
+        pp=_pinned(fixed, "pp") or divisors(gpus, min(model.num_layers + 1, stack.max_pp or gpus)),
+        vp=_pinned(fixed, "vp") or ((1,) if stack.max_vp == 1 else None),
+        etp=_pinned(fixed, "etp") or (None if model.moe else (1,)),
+        ep=_pinned(fixed, "ep") or tuple(value for value in divisors(experts, gpus) if gpus % value == 0),
+        mbs=_pinned(fixed, "mbs") or powers_of_two(MAX_MBS),
+        precision=_pinned(fixed, "precision") or _precisions(request),
+        dispatcher=_dispatchers(request),
+        recompute=_pinned(fixed, "recompute") or recompute_sets(model, stack),
+    )
+
+
+def _pinned(fixed: dict[str, Any], key: str) -> tuple[Any, ...]:
+    return (fixed[key],) if key in fixed else ()
+
+
+def _precisions(request: SearchRequest) -> tuple[str, ...]:
+    profile, stack = request.profile, request.stack
+    native = ("fp32",) if profile.device == "cpu" else ("bf16",)
+    usable = tuple(name for name in stack.precisions if name in (*native, *profile.low_precision))
+    if not usable:
+        raise InvalidInputError(
+            f"stack {stack.name} runs {', '.join(stack.precisions)}; {profile.name} runs "
+            f"{', '.join((*native, *profile.low_precision))}",
+            "choose another --stack or --hardware",
+        )
+    return usable
+
+
+def _dispatchers(request: SearchRequest) -> tuple[str, ...]:
+    fixed, known = request.fixed, request.stack.dispatchers
+    wanted = [
+        name
+        for name in known
+        if fixed.get("dispatcher", name.partition("/")[0]) == name.partition("/")[0]
+        and (not name.partition("/")[2] or fixed.get("flex_backend", name.partition("/")[2]) == name.partition("/")[2])
+    ]
+    if not wanted:
+        raise InvalidInputError(
+            f"--fix dispatcher={fixed.get('dispatcher')}: stack {request.stack.name} runs {', '.join(known)}",
+            "choose one of those, or another --stack",
+        )
+    return tuple(wanted) if request.model.moe else tuple(wanted[:1])
+
+
+def divisors(number: int, limit: int) -> tuple[int, ...]:
+    """Divisors of ``number`` up to ``limit``, ascending."""
+    return tuple(value for value in range(1, min(number, limit) + 1) if number % value == 0)
+
+
+def powers_of_two(limit: int) -> tuple[int, ...]:
+    """1, 2, 4, ... up to ``limit`` (at least 1)."""
+    return tuple(2**exponent for exponent in range(max(limit, 1).bit_length()))
+
+
+def recompute_sets(model: ModelSpec, stack: SoftwareStack) -> tuple[RecomputeSet, ...]:
+    """Sets of modules to recompute, smaller first, as far as the stack executes them and the model has them."""
+    absent = {
+        "mla_up_proj": not isinstance(model.attention, MlaAttention),
+        "shared_experts": model.moe is None or not model.moe.shared_ffn_size,
+        "moe_act": model.moe is None,
+    }
+    usable = [module for module in CHEAP_MODULES if module in stack.recompute and not absent.get(module)]
+    sets: list[RecomputeSet] = [
+        tuple(sorted(chosen)) for size in range(len(usable) + 1) for chosen in combinations(usable, size)
+    ]
+    return (*sets, ("full",)) if "full" in stack.recompute else tuple(sets)
+
+
+def vp_values(model: ModelSpec, pp: int) -> tuple[int, ...]:
+    """For each size of the largest stage, the fewest virtual stages that reach it: more would only add sends."""
+    if pp == 1:
+        return (1,)
+    values: dict[int, int] = {}
+    for vp in range(1, (model.num_layers + 1) // pp + 1):
+        values.setdefault(-(-model.num_layers // (pp * vp)), vp)
+    return tuple(values.values()) or (1,)
+
+
+def families(request: SearchRequest, space: Space, tally: Tally) -> Iterator[list[Family]]:
+    """Legal families in lists of rising micro-batch size; the rest is counted in ``tally``.
+
+    Within a list everything but mbs is equal, so that a search may stop at the first mbs that cannot fit.
+    """
+    for tp, cp, pp, ep in product(space.tp, space.cp, space.pp, space.ep):
+        for etp in space.etp or sorted({1, tp}):
+            degrees = dict(zip(MESH_AXES, (tp, cp, pp, etp, ep), strict=True))
+            problem = _mesh_problem(request.num_gpus, degrees)
+            if problem:
+                tally.add("mesh", problem)
+                continue
+            for vp in space.vp or vp_values(request.model, pp):
+                for precision, dispatcher in product(space.precision, space.dispatcher):
+                    chosen = degrees | {"vp": vp, "precision": precision} | _dispatch_fields(dispatcher)
+                    yield list(_legal(request, space, chosen, tally))
+
+
+def _mesh_problem(num_gpus: int, degrees: dict[str, int]) -> str:
+    for axes in (("tp", "cp", "pp"), ("etp", "ep", "pp")):
+        size = 1
+        for axis in axes:
+            size *= degrees[axis]
+        if num_gpus % size:
+            return f"{' x '.join(f'{axis} {degrees[axis]}' for axis in axes)} = {size} does not divide {num_gpus} GPUs"
+    return ""
+
+
+def _dispatch_fields(dispatcher: str) -> dict[str, Any]:
+    name, _, backend = dispatcher.partition("/")
+    return {"dispatcher": name} | ({"flex_backend": backend} if backend else {})
+
+
+def _legal(request: SearchRequest, space: Space, chosen: dict[str, Any], tally: Tally) -> Iterator[Family]:
+    for mbs in space.mbs:
+        point = make_point(request, chosen | {"mbs": mbs})
+        forbidden = next((key for key, values in request.forbidden.items() if getattr(point, key) in values), None)
+        problem = ("forbidden", f"--forbid {forbidden}") if forbidden else next(violations(request.model, point), None)
+        if problem:
+            tally.add(*problem)
+            continue
+        layout = _layout(request.model, point)
+        fields = point.as_dict() | {"layout": layout}
+        yield Family(Point(**fields), space.recompute)
+
+
+def _layout(model: ModelSpec, point: Point) -> str:
+    num_stages = point.pp * point.vp
+    if not point.layout:
+        return balanced_layout(model, num_stages).text
+    layout = PipelineLayout.from_string(point.layout)
+    layout.check(model, num_stages)
+    return layout.text
+
+
+def make_point(request: SearchRequest, chosen: dict[str, Any]) -> Point:
+    """A point with ``chosen`` fields, then the request's pins, then Plan's defaults."""
+    defaults = {name: field.default for name, field in Plan.model_fields.items() if name in Point.__slots__}
+    sizes = {
+        "num_gpus": request.num_gpus,
+        "seq_len": request.seq_len,
+        "global_batch_size": request.global_batch_size,
+    }
+    wide = {"grad_dtype": "fp64", "moment_dtype": "fp64"} if chosen.get("precision") == "fp64" else {}
+    return Point(**(defaults | sizes | wide | request.fixed | chosen | {"recompute": ()}))
