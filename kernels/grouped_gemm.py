@@ -1,0 +1,32 @@
+"""Grouped GEMM: each expert's rows times that expert's weight, in one call.
+
+Shapes: T rows sorted by expert, H input width, F output width, E experts.
+"""
+
+from typing import Protocol
+
+from torch import Tensor
+
+from moeplan.kernels import grouped_gemm_reference, grouped_gemm_torch
+
+
+class GroupedGemm(Protocol):
+    """A back end: arguments and errors of :func:`grouped_gemm`, differentiable in x and weight."""
+
+    def __call__(self, x_TH: Tensor, weight_EHF: Tensor, offsets_E: Tensor) -> Tensor: ...
+
+
+BACKENDS: dict[str, GroupedGemm] = {
+    "reference": grouped_gemm_reference.grouped_gemm,
+    "torch": grouped_gemm_torch.grouped_gemm,
+}
+
+
+def grouped_gemm(x_TH: Tensor, weight_EHF: Tensor, offsets_E: Tensor, *, backend: str = "torch") -> Tensor:
+    """y_TF with y[t] = x[t] @ weight[e] for the rows t of expert e, with gradients for x and weight.
+
+    ``offsets_E`` (int32, on the device of x) holds where the rows of each expert end: those of expert e run from
+    ``offsets[e - 1]`` to ``offsets[e]``, an empty expert repeats its predecessor, and the last offset must be T. x and
+    weight share a dtype. KeyError for an unknown back end.
+    """
+    return BACKENDS[backend](x_TH, weight_EHF, offsets_E)

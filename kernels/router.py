@@ -1,0 +1,128 @@
+"""Which experts a token goes to, with what weight, and the losses that balance them (report section 7).
+
+Shapes: T tokens, E experts, K experts per token, H width, S sequences.
+"""
+# ruff: noqa: N815 - shape suffixes
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+# Keeps a token whose scores all underflow from dividing 0 by 0.
+_TINY = 1e-20
+
+
+@dataclass(frozen=True, slots=True)
+class RouterOptions:
+    """How experts are chosen and weighted; the fields of ``ModelSpec.moe.router`` with top_k."""
+
+    top_k: int
+    score_function: Literal["softmax", "sigmoid"] = "softmax"
+    num_groups: int = 1
+    top_groups: int = 1
+    scaling_factor: float = 1.0
+    normalize_top_k: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """``probs_TK`` weigh the chosen experts ``expert_index_TK``; ``share_TE`` are scores that sum to 1 over all E."""
+
+    probs_TK: Tensor
+    expert_index_TK: Tensor
+    share_TE: Tensor
+
+
+def router_logits(x_TH: Tensor, weight_EH: Tensor) -> Tensor:
+    """logits_TE in fp32 at least, whatever the dtype of x and weight."""
+    dtype = torch.promote_types(x_TH.dtype, torch.float32)
+    return F.linear(x_TH.to(dtype), weight_EH.to(dtype))
+
+
+def route(logits_TE: Tensor, options: RouterOptions, bias_E: Tensor | None = None) -> Routing:
+    """Choose K experts a token by score plus ``bias_E`` and weigh them by score alone.
+
+    Weights are divided by their sum over the chosen K (where K > 1 and ``normalize_top_k``), then multiplied by the
+    scaling factor; a softmax normalised so equals a softmax over the chosen logits. Gradients flow through
+    ``probs_TK`` and ``share_TE``.
+    """
+    if options.score_function == "softmax":
+        scores_TE = share_TE = torch.softmax(logits_TE, -1)
+    else:
+        scores_TE = torch.sigmoid(logits_TE)
+        share_TE = scores_TE / (scores_TE.sum(-1, keepdim=True) + _TINY)
+    with torch.no_grad():
+        expert_index_TK = _choose(scores_TE if bias_E is None else scores_TE + bias_E, options)
+    probs_TK = scores_TE.gather(1, expert_index_TK)
+    if options.normalize_top_k and options.top_k > 1:
+        probs_TK = probs_TK / (probs_TK.sum(-1, keepdim=True) + _TINY)
+    if options.scaling_factor != 1:
+        probs_TK = probs_TK * options.scaling_factor
+    return Routing(probs_TK, expert_index_TK, share_TE)
+
+
+def _choose(scores_TE: Tensor, options: RouterOptions) -> Tensor:
+    """Indices [T, K] of the top K, inside the ``top_groups`` groups whose best K/top_groups scores sum highest."""
+    if options.num_groups > 1:
+        scores_TGN = scores_TE.unflatten(1, (options.num_groups, -1))
+        per_group = max(1, options.top_k // options.top_groups)
+        group_score_TG = scores_TGN.topk(per_group, -1).values.sum(-1)
+        chosen = group_score_TG.topk(options.top_groups, -1, sorted=False).indices
+        refused_TG = torch.ones_like(group_score_TG, dtype=torch.bool).scatter_(1, chosen, value=False)
+        scores_TE = scores_TGN.masked_fill(refused_TG[..., None], -torch.inf).flatten(1)
+    return scores_TE.topk(options.top_k, -1).indices
+
+
+def count_tokens(expert_index_TK: Tensor, num_experts: int, num_sequences: int = 1) -> Tensor:
+    """Copies routed to each expert [S, E] in fp32, for sequences that lie one after the other in T. No host wait."""
+    index_SR = expert_index_TK.reshape(num_sequences, -1)
+    counts_SE = torch.zeros(num_sequences, num_experts, device=index_SR.device)
+    return counts_SE.scatter_add_(1, index_SR, torch.ones((), device=index_SR.device).expand_as(index_SR))
+
+
+def balance_loss(share_TE: Tensor, num_copies_SE: Tensor, num_tokens: int, top_k: int, coeff: float) -> Tensor:
+    """Balancing loss coeff * E * sum_e f_e P_e, mean over sequences; coeff when balanced (report section 7).
+
+    f = num_copies / (num_tokens K) is the routed fraction, P the mean share over ``num_tokens`` tokens of a sequence.
+    To balance over several ranks, pass ``num_copies_SE`` summed over them and ``num_tokens`` of all of them: the
+    results of the ranks then add up to the loss of all.
+    """
+    num_sequences, num_experts = num_copies_SE.shape
+    share_sum_SE = share_TE.unflatten(0, (num_sequences, -1)).sum(1)
+    scale = coeff * num_experts / (num_sequences * top_k * num_tokens**2)
+    loss: Tensor = (share_sum_SE * num_copies_SE).sum() * scale
+    return loss
+
+
+def z_loss(logits_TE: Tensor, coeff: float) -> Tensor:
+    """Loss of large logits: coeff * mean over tokens of logsumexp(logits)**2."""
+    return coeff * torch.logsumexp(logits_TE, -1).square().mean()
+
+
+def updated_bias(bias_E: Tensor, num_copies_E: Tensor, rate: float) -> Tensor:
+    """Bias after one step of aux-free balancing: bias + rate * sign(mean load - load), loads summed over all ranks."""
+    return bias_E + rate * torch.sign(num_copies_E.mean() - num_copies_E)
+
+
+def attach_loss(x: Tensor, loss: Tensor, scale: float = 1.0) -> Tensor:
+    """Return x; in backward ``loss`` (a scalar) receives gradient ``scale``, as if it had been added to the loss.
+
+    So a loss inside a layer needs no way out through pipeline stages. ``scale`` is what the main loss of this
+    micro-batch is multiplied by before backward.
+    """
+    attached: Tensor = _AttachLoss.apply(x, loss, scale)
+    return attached
+
+
+class _AttachLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor, scale: float) -> Tensor:
+        ctx.loss_like, ctx.scale = loss.new_empty(0), scale
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        return grad, ctx.loss_like.new_full((), ctx.scale), None
