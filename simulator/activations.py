@@ -1,0 +1,163 @@
+"""Tensors kept for backward by one layer for one micro-batch on one rank, tensor by tensor (report section 1.4)."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+from moeplan.errors import InvalidInputError
+from moeplan.model_spec import ModelSpec
+from moeplan.point import Point
+from moeplan.simulator.stack import SoftwareStack
+from moeplan.simulator.tensor_tables import TABLES, Component, Section, Storage, TableName, sizes_of
+from moeplan.vocabulary import PRECISIONS, Precision, PrecisionName, RecomputeModule
+
+# An MTP depth is its layer and what joins its inputs; loss is the final norm and the head's input, on the last stage.
+ActivationKind = Literal["dense", "moe", "mtp", "loss"]
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTensor:
+    """One kept tensor. ``size_bytes``: of one micro-batch on one rank, if no recompute module drops it.
+
+    ``dropped_by``: the modules that drop it whole (it is made again in backward); ``kept_by_full``: full recompute
+    starts from it. ``is_quantized``: stored in the low-precision type, whose block scales come on top.
+    """
+
+    name: str
+    component: Component
+    size_bytes: float
+    dropped_by: tuple[RecomputeModule, ...]
+    kept_by_full: bool
+    is_quantized: bool
+
+    def is_kept(self, recompute: tuple[RecomputeModule, ...]) -> bool:
+        """Whether it stays in memory until backward under these recompute modules."""
+        if "full" in recompute:
+            return self.kept_by_full
+        return not any(module in recompute for module in self.dropped_by)
+
+
+@dataclass(frozen=True, slots=True)
+class KeptBytes:
+    """Sums over one layer: ``kept`` until backward; ``remade`` by recompute; ``scales`` of the kept quantized ones."""
+
+    kept_bytes: float
+    remade_bytes: float
+    scales_bytes: float
+
+
+class _Setting(NamedTuple):
+    """The few fields the bytes depend on, so that points that share them share the answer."""
+
+    model: ModelSpec
+    kind: ActivationKind
+    table: TableName
+    fused_attention: bool
+    tokens: int
+    seq_len: int
+    precision: PrecisionName
+    etp: int
+    memory_efficient_permutation: bool
+
+
+def saved_tensors(
+    model: ModelSpec, kind: ActivationKind, point: Point, stack: SoftwareStack
+) -> tuple[SavedTensor, ...]:
+    """All tensors of one layer (or depth, or loss) of that kind, those that recompute drops included.
+
+    Bytes = elements per token x tokens per rank x bytes of the storage type (report section 1.4). Routing is taken as
+    balanced: a rank's experts receive top_k rows for each of its tokens. Raises InvalidInputError where the stack has
+    no such layer.
+    """
+    return _saved_tensors(_setting(model, kind, point, stack))
+
+
+def activation_bytes(model: ModelSpec, kind: ActivationKind, point: Point, stack: SoftwareStack) -> float:
+    """Bytes one layer keeps for backward of one micro-batch on one rank, under the point's recompute modules."""
+    return kept_bytes(model, kind, point, stack).kept_bytes
+
+
+def kept_bytes(model: ModelSpec, kind: ActivationKind, point: Point, stack: SoftwareStack) -> KeptBytes:
+    """What one layer keeps, what recompute makes again, and the block scales that quantized tensors bring."""
+    return _kept_bytes(_setting(model, kind, point, stack), point.recompute)
+
+
+def _setting(model: ModelSpec, kind: ActivationKind, point: Point, stack: SoftwareStack) -> _Setting:
+    return _Setting(
+        model=model,
+        kind=kind,
+        table=stack.saved_tensors,
+        fused_attention=stack.fused_attention,
+        tokens=point.tokens_per_rank,
+        seq_len=point.seq_len,
+        precision=point.precision,
+        etp=point.etp,
+        memory_efficient_permutation=point.memory_efficient_permutation,
+    )
+
+
+@lru_cache(maxsize=16384)
+def _kept_bytes(setting: _Setting, recompute: tuple[RecomputeModule, ...]) -> KeptBytes:
+    tensors = _saved_tensors(setting)
+    kept = [tensor for tensor in tensors if tensor.is_kept(recompute)]
+    total = sum(tensor.size_bytes for tensor in kept)
+    quantized = sum(tensor.size_bytes for tensor in kept if tensor.is_quantized)
+    return KeptBytes(
+        kept_bytes=total,
+        remade_bytes=sum(tensor.size_bytes for tensor in tensors) - total,
+        scales_bytes=quantized * PRECISIONS[setting.precision].scale_frac,
+    )
+
+
+@lru_cache(maxsize=16384)
+def _saved_tensors(setting: _Setting) -> tuple[SavedTensor, ...]:
+    sizes = sizes_of(
+        setting.model,
+        seq_len=setting.seq_len,
+        etp=setting.etp,
+        memory_efficient_permutation=setting.memory_efficient_permutation,
+        fused_attention=setting.fused_attention,
+    )
+    precision = PRECISIONS[setting.precision]
+    tensors = []
+    for section in _sections(setting):
+        for row in TABLES[setting.table][section]:
+            elements = row.elements(sizes) * setting.tokens
+            if elements:
+                tensors.append(
+                    SavedTensor(
+                        name=row.name,
+                        component=row.component,
+                        size_bytes=elements * _element_bytes(row.storage, precision),
+                        dropped_by=row.dropped_by,
+                        kept_by_full=row.kept_by_full,
+                        is_quantized=row.storage == "quantized" and precision.quantized_bytes is not None,
+                    )
+                )
+    return tuple(tensors)
+
+
+def _sections(setting: _Setting) -> tuple[Section, ...]:
+    """Sections of the table that make up a kind. An MTP depth holds a layer of the last decoder layer's kind."""
+    if setting.kind == "loss":
+        return ("loss",)
+    layer = setting.model.mtp_kind if setting.kind == "mtp" else setting.kind
+    if not TABLES[setting.table][layer]:
+        raise InvalidInputError(
+            f"the {setting.table} table has no {layer} layer, {setting.model.name} needs one",
+            "choose a stack that runs Mixture-of-Experts models, for example megatron-bridge-26.08",
+        )
+    return ("mtp", "attention", layer) if setting.kind == "mtp" else ("attention", layer)
+
+
+def _element_bytes(storage: Storage, precision: Precision) -> float:
+    """Bytes of one element. Statistics in fp32 follow the recipe up where it is wider (fp64)."""
+    if storage == "quantized":
+        return precision.activation_bytes if precision.quantized_bytes is None else precision.quantized_bytes
+    widths = {
+        "activation": precision.activation_bytes,
+        "fp32": max(4.0, precision.activation_bytes),
+        "int64": 8.0,
+        "byte": 1.0,
+    }
+    return widths[storage]

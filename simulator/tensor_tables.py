@@ -1,0 +1,251 @@
+"""What each stack family keeps for backward: one literal table a family, one row a tensor.
+
+A row gives elements per token; tokens are those of one micro-batch on one rank, after the split over tp (sequence
+parallel) and cp. Tensors that tp splits by heads or width instead hold tp times the tokens and 1/tp of the width,
+which is the same number of elements. Rows without elements (say, of a rank the model lacks) do not exist.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from moeplan.model_spec import MlaAttention, ModelSpec
+from moeplan.vocabulary import RecomputeModule
+
+Component = Literal[
+    "attention",
+    "norms",
+    "router",
+    "experts",
+    "shared_experts",
+    "dense_mlp",
+    "embedding",
+    "head",
+    "mtp",
+    "block_scales",
+    "dispatcher",
+    "working_set",
+    "recompute",
+    "context",
+    "allocator_reserve",
+]
+# activation: the recipe's activation type. quantized: the low-precision type of the recipe, where it has one, because
+# the linear that reads the tensor stores its quantized input. fp32, int64, byte: that type in every recipe.
+Storage = Literal["activation", "quantized", "fp32", "int64", "byte"]
+TableName = Literal["megatron", "native", "korthikanti-2022"]
+Section = Literal["attention", "dense", "moe", "mtp", "loss"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The widths that rows read, in elements. ``scores``: keys a query row keeps scores of, all heads together."""
+
+    hidden: int
+    heads: int
+    query: int
+    key: int
+    value: int
+    attended: int
+    q_rank: int
+    kv_rank: int
+    qk_norm: bool
+    scores: int
+    dense: int
+    experts: int
+    top_k: int
+    expert: int
+    shared: int
+    shared_gate: bool
+    projections: int
+    etp: int
+    keeps_expert_output: bool
+
+
+def sizes_of(
+    model: ModelSpec, *, seq_len: int, etp: int, memory_efficient_permutation: bool, fused_attention: bool
+) -> Sizes:
+    """Widths of a model under the settings that change what is kept.
+
+    Memory-efficient permutation needs a second expert matrix without bias (report section 1.6).
+    """
+    attention, moe = model.attention, model.moe
+    mla = attention if isinstance(attention, MlaAttention) else None
+    return Sizes(
+        hidden=model.hidden_size,
+        heads=attention.num_heads,
+        query=attention.num_heads * attention.qk_head_dim,
+        key=attention.num_kv_heads * attention.qk_head_dim,
+        value=attention.num_kv_heads * attention.v_head_dim,
+        attended=attention.num_heads * attention.v_head_dim,
+        q_rank=mla.q_lora_rank if mla else 0,
+        kv_rank=mla.kv_lora_rank if mla else 0,
+        qk_norm=not isinstance(attention, MlaAttention) and attention.qk_norm,
+        scores=0 if fused_attention else attention.num_heads * seq_len,
+        dense=model.dense_ffn_size,
+        experts=moe.num_experts if moe else 0,
+        top_k=moe.top_k if moe else 0,
+        expert=moe.expert_ffn_size if moe else 0,
+        shared=moe.shared_ffn_size if moe else 0,
+        shared_gate=moe is not None and moe.shared_gate,
+        projections=2 if model.is_gated else 1,
+        etp=etp,
+        keeps_expert_output=moe is not None and (moe.mlp_bias or not memory_efficient_permutation),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One kept tensor. ``dropped_by``: the recompute modules that drop it; full drops all but ``kept_by_full``."""
+
+    name: str
+    component: Component
+    elements: Callable[[Sizes], float]
+    storage: Storage = "activation"
+    dropped_by: tuple[RecomputeModule, ...] = ()
+    kept_by_full: bool = False
+
+
+# Report section 1.4, in its order. MLA and grouped-query attention in one list: a model has the rows of either.
+_INPUT = Row("layer input", "norms", lambda z: z.hidden, kept_by_full=True)
+_ATTENTION = (
+    _INPUT,
+    Row("input norm output", "norms", lambda z: z.hidden, "quantized", ("layernorm",)),
+    Row("query down-projection output", "attention", lambda z: z.q_rank),
+    Row("query norm output", "attention", lambda z: z.q_rank, "quantized"),
+    Row("compressed key-value", "attention", lambda z: z.kv_rank),
+    Row("key-value norm output", "attention", lambda z: z.kv_rank, "quantized"),
+    Row("query before its norm", "attention", lambda z: z.query * z.qk_norm),
+    Row("key before its norm", "attention", lambda z: z.key * z.qk_norm),
+    Row("query", "attention", lambda z: z.query, dropped_by=("mla_up_proj",)),
+    Row("key", "attention", lambda z: z.key, dropped_by=("mla_up_proj",)),
+    Row("value", "attention", lambda z: z.value, dropped_by=("mla_up_proj",)),
+    Row("attention output", "attention", lambda z: z.attended),
+    Row("softmax log-sum-exp", "attention", lambda z: z.heads * (z.scores == 0), "fp32", ("core_attn",)),
+    Row("softmax output", "attention", lambda z: z.scores, dropped_by=("core_attn",)),
+    Row("residual after attention", "norms", lambda z: z.hidden),
+    Row("pre-MLP norm output", "norms", lambda z: z.hidden, "quantized", ("layernorm",)),
+)
+_DENSE = (
+    Row("FC1 output", "dense_mlp", lambda z: z.projections * z.dense, dropped_by=("mlp",)),
+    Row("activation output", "dense_mlp", lambda z: z.dense, "quantized", ("mlp",)),
+)
+_SHARED = (
+    Row(
+        "shared FC1 output",
+        "shared_experts",
+        lambda z: z.projections * z.shared,
+        "quantized",
+        ("shared_experts", "moe"),
+    ),
+    Row("shared activation output", "shared_experts", lambda z: z.shared, "quantized", ("shared_experts", "moe")),
+    Row("shared output before its gate", "shared_experts", lambda z: z.hidden * z.shared_gate, dropped_by=("moe",)),
+)
+# After the exchange a rank holds top_k rows a token (balanced routing); with etp > 1 each rank of the group gathers
+# the rows of all, so rows grow by etp and the split widths shrink by it.
+_EXPERTS = (
+    Row("expert FC1 input", "experts", lambda z: z.top_k * z.hidden * z.etp, "quantized", ("moe",)),
+    Row("expert FC1 output", "experts", lambda z: z.top_k * z.projections * z.expert, dropped_by=("moe",)),
+    Row("expert activation output", "experts", lambda z: z.top_k * z.expert, dropped_by=("moe_act", "moe")),
+    Row(
+        "expert output kept for its probability",
+        "experts",
+        lambda z: z.top_k * z.hidden * z.keeps_expert_output,
+        dropped_by=("moe",),
+    ),
+)
+_MOE = (
+    Row("router probabilities", "router", lambda z: z.experts, dropped_by=("moe",)),
+    Row("permutation row map", "router", lambda z: z.experts, "int64", ("moe",)),
+    *_SHARED,
+    *_EXPERTS,
+)
+# An MTP depth norms two inputs, joins and projects them, then runs a layer and a final norm (report section 8).
+_MTP = (
+    Row("MTP hidden input", "mtp", lambda z: z.hidden, kept_by_full=True),
+    Row("MTP embedding input", "mtp", lambda z: z.hidden, kept_by_full=True),
+    Row("MTP projection input", "mtp", lambda z: 2 * z.hidden),
+    Row("MTP final norm input", "mtp", lambda z: z.hidden, kept_by_full=True),
+    Row("MTP head input", "mtp", lambda z: z.hidden, kept_by_full=True),
+)
+_LOSS = (
+    Row("final norm input", "head", lambda z: z.hidden, kept_by_full=True),
+    Row("head input", "head", lambda z: z.hidden, kept_by_full=True),
+)
+
+# Plain autograd keeps, beside Megatron's tensors: the normalised input of each norm (for the weight's gradient, where
+# the norm is not one kernel), silu(gate) beside gate and up, and with probabilities multiplied in before the second
+# expert matrix the activation before that product. It keeps indices where Megatron's kernel keeps a map of experts.
+_NATIVE_MOE = (
+    Row("router probabilities", "router", lambda z: z.experts, "fp32", ("moe",)),
+    Row("permutation indices", "router", lambda z: 2 * z.top_k, "int64", ("moe",)),
+    *_SHARED,
+    Row(
+        "shared gate activation",
+        "shared_experts",
+        lambda z: z.shared * (z.projections - 1),
+        dropped_by=("shared_experts", "moe"),
+    ),
+    *_EXPERTS,
+    Row(
+        "expert gate activation",
+        "experts",
+        lambda z: z.top_k * z.expert * (z.projections - 1),
+        dropped_by=("moe_act", "moe"),
+    ),
+    Row(
+        "expert activation before its probability",
+        "experts",
+        lambda z: z.top_k * z.expert * (not z.keeps_expert_output),
+        dropped_by=("moe_act", "moe"),
+    ),
+)
+_NATIVE_DENSE = (
+    *_DENSE,
+    Row("gate activation", "dense_mlp", lambda z: z.dense * (z.projections - 1), dropped_by=("mlp",)),
+)
+_NATIVE_ATTENTION = (
+    *_ATTENTION,
+    Row("normalised layer input", "norms", lambda z: z.hidden, dropped_by=("layernorm",)),
+    Row("normalised residual", "norms", lambda z: z.hidden, dropped_by=("layernorm",)),
+)
+
+# Korthikanti et al. section 4.1, in units of the classic layer: multi-head attention as wide as the model, a GELU MLP
+# of 4 x hidden and dropout, whatever the model's own widths. 34 sbh + 5 a s^2 b bytes a layer; with tp (sequence
+# parallel) 1/tp of it. The report applies it to Llama-3.1-405B (section 1.1).
+_CLASSIC_ATTENTION = (
+    _INPUT,
+    Row("input norm output", "attention", lambda z: z.hidden),
+    Row("query", "attention", lambda z: z.hidden),
+    Row("key", "attention", lambda z: z.hidden),
+    Row("value", "attention", lambda z: z.hidden),
+    Row("softmax output", "attention", lambda z: z.scores, dropped_by=("core_attn",)),
+    Row("softmax dropout mask", "attention", lambda z: z.scores, "byte", ("core_attn",)),
+    Row("softmax dropout output", "attention", lambda z: z.scores, dropped_by=("core_attn",)),
+    Row("attention output", "attention", lambda z: z.hidden),
+    Row("attention dropout mask", "attention", lambda z: z.hidden, "byte"),
+    Row("residual after attention", "norms", lambda z: z.hidden),
+)
+_CLASSIC_MLP = (
+    Row("pre-MLP norm output", "dense_mlp", lambda z: z.hidden),
+    Row("FC1 output", "dense_mlp", lambda z: 4 * z.hidden),
+    Row("activation output", "dense_mlp", lambda z: 4 * z.hidden),
+    Row("MLP dropout mask", "dense_mlp", lambda z: z.hidden, "byte"),
+)
+
+TABLES: dict[TableName, dict[Section, tuple[Row, ...]]] = {
+    "megatron": {"attention": _ATTENTION, "dense": _DENSE, "moe": _MOE, "mtp": _MTP, "loss": _LOSS},
+    "native": {
+        "attention": _NATIVE_ATTENTION,
+        "dense": _NATIVE_DENSE,
+        "moe": _NATIVE_MOE,
+        "mtp": _MTP,
+        "loss": _LOSS,
+    },
+    "korthikanti-2022": {
+        "attention": _CLASSIC_ATTENTION,
+        "dense": _CLASSIC_MLP,
+        "moe": (),  # refused by activations.py: the stack has no MoE layer
+        "mtp": (),
+        "loss": _LOSS,
+    },
+}
