@@ -1,0 +1,138 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moeplan.kernels.router import (
+    RouterOptions,
+    attach_loss,
+    balance_loss,
+    count_tokens,
+    route,
+    router_logits,
+    updated_bias,
+    z_loss,
+)
+
+LOGITS_TE = torch.tensor([[0.0, 1.0, 2.0, 3.0], [3.0, -1.0, 0.5, 0.0]], dtype=torch.float64)
+
+
+def _random_logits(T: int, E: int) -> torch.Tensor:
+    return torch.randn(T, E, generator=torch.Generator().manual_seed(T * E), dtype=torch.float64)
+
+
+def test_softmax_normalised_over_the_chosen_is_a_softmax_of_their_logits() -> None:
+    routing = route(LOGITS_TE, RouterOptions(top_k=2))
+    assert routing.expert_index_TK.tolist() == [[3, 2], [0, 2]]
+    torch.testing.assert_close(routing.probs_TK, torch.softmax(torch.tensor([[3.0, 2.0], [3.0, 0.5]]).double(), -1))
+    torch.testing.assert_close(routing.share_TE, torch.softmax(LOGITS_TE, -1))
+
+
+def test_softmax_not_normalised_keeps_the_scores_of_all_experts() -> None:
+    routing = route(LOGITS_TE, RouterOptions(top_k=2, normalize_top_k=False))
+    total = sum(math.exp(x) for x in range(4))
+    assert routing.probs_TK[0].tolist() == pytest.approx([math.exp(3) / total, math.exp(2) / total])
+
+
+def test_sigmoid_is_normalised_over_the_chosen_for_weights_and_over_all_for_the_share() -> None:
+    routing = route(LOGITS_TE, RouterOptions(top_k=2, score_function="sigmoid", scaling_factor=2.5))
+    scores = [1 / (1 + math.exp(-x)) for x in range(4)]
+    assert routing.probs_TK[0].tolist() == pytest.approx([2.5 * s / (scores[3] + scores[2]) for s in scores[:1:-1]])
+    assert routing.share_TE[0].tolist() == pytest.approx([s / sum(scores) for s in scores])
+
+
+def test_the_only_chosen_expert_keeps_its_score() -> None:
+    routing = route(LOGITS_TE, RouterOptions(top_k=1, score_function="sigmoid"))
+    assert routing.probs_TK[0].item() == pytest.approx(1 / (1 + math.exp(-3)))
+
+
+def test_bias_changes_who_is_chosen_and_not_the_weight() -> None:
+    bias_E = torch.tensor([10.0, 0.0, 0.0, 0.0], dtype=torch.float64)
+    routing = route(LOGITS_TE, RouterOptions(top_k=2, score_function="sigmoid"), bias_E)
+    assert routing.expert_index_TK[0].tolist() == [0, 3]
+    low, high = 0.5, 1 / (1 + math.exp(-3))
+    assert routing.probs_TK[0].tolist() == pytest.approx([low / (low + high), high / (low + high)])
+
+
+def test_groups_are_ranked_by_the_sum_of_their_best_scores() -> None:
+    # Group 0 holds the best expert, but its best two sum to 0.95 against 1.1 and 1.0: top 2 of 3 leave it out.
+    scores = torch.tensor([[0.9, 0.05, 0.0, 0.55, 0.55, 0.1, 0.5, 0.5, 0.0]], dtype=torch.float64)
+    options = RouterOptions(top_k=4, score_function="sigmoid", num_groups=3, top_groups=2)
+    assert sorted(route(torch.logit(scores, 1e-9), options).expert_index_TK[0].tolist()) == [3, 4, 6, 7]
+
+
+@given(st.integers(1, 6), st.sampled_from([(8, 1, 1, 3), (8, 4, 2, 4), (6, 3, 1, 2)]), st.booleans())
+def test_choices_are_distinct_and_weights_sum_to_the_scale(
+    T: int, shape: tuple[int, int, int, int], is_sigmoid: bool
+) -> None:
+    E, num_groups, top_groups, K = shape
+    options = RouterOptions(K, "sigmoid" if is_sigmoid else "softmax", num_groups, top_groups, scaling_factor=1.5)
+    routing = route(_random_logits(T, E), options)
+    for choice in routing.expert_index_TK.tolist():
+        assert len(set(choice)) == K
+        assert len({expert // (E // num_groups) for expert in choice}) <= top_groups
+    torch.testing.assert_close(routing.probs_TK.sum(1), torch.full((T,), 1.5, dtype=torch.float64))
+    torch.testing.assert_close(routing.share_TE.sum(1), torch.ones(T, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("score_function", ["softmax", "sigmoid"])
+def test_gradients_through_weights_shares_and_losses_are_exact(score_function: str) -> None:
+    options = RouterOptions(2, "softmax" if score_function == "softmax" else "sigmoid", scaling_factor=2.0)
+
+    def losses(logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        routing = route(logits, options)
+        balance = balance_loss(routing.share_TE, count_tokens(routing.expert_index_TK, 4), 2, 2, 0.1)
+        return routing.probs_TK, balance, z_loss(logits, 0.1)
+
+    assert torch.autograd.gradcheck(losses, (LOGITS_TE.clone().requires_grad_(),))
+
+
+def test_counts_by_sequence() -> None:
+    index_TK = torch.tensor([[0, 1], [0, 3], [2, 3], [3, 2]])
+    assert count_tokens(index_TK, 4).tolist() == [[2, 1, 2, 3]]
+    assert count_tokens(index_TK, 4, num_sequences=2).tolist() == [[2, 1, 0, 1], [0, 0, 2, 2]]
+
+
+def test_balance_loss_is_the_coefficient_when_balanced_and_e_times_it_when_one_expert_takes_all() -> None:
+    E, T = 4, 8
+    uniform = torch.full((T, E), 1 / E)
+    assert balance_loss(uniform, torch.full((2, E), 1.0), T // 2, 1, 0.01).item() == pytest.approx(0.01)
+    one_hot = torch.zeros(T, E)
+    one_hot[:, 2] = 1
+    assert balance_loss(one_hot, torch.tensor([[0, 0, T, 0]]), T, 1, 0.01).item() == pytest.approx(0.04)
+
+
+def test_balance_losses_of_the_parts_of_a_batch_add_up_to_that_of_the_whole() -> None:
+    routing = route(_random_logits(6, 4), RouterOptions(top_k=2))
+    counts_1E = count_tokens(routing.expert_index_TK, 4)
+    whole = balance_loss(routing.share_TE, counts_1E, 6, 2, 0.3)
+    parts = [balance_loss(part, counts_1E, 6, 2, 0.3) for part in routing.share_TE.split(2)]
+    torch.testing.assert_close(sum(parts), whole)
+
+
+def test_z_loss_of_equal_logits() -> None:
+    assert z_loss(torch.zeros(3, 4), 0.5).item() == pytest.approx(0.5 * math.log(4) ** 2)
+
+
+def test_bias_moves_toward_the_mean_load() -> None:
+    bias_E = updated_bias(torch.zeros(4), torch.tensor([10.0, 4.0, 5.0, 1.0]), 1e-3)
+    torch.testing.assert_close(bias_E, torch.tensor([-1e-3, 1e-3, 0.0, 1e-3]))
+
+
+def test_an_attached_loss_reaches_its_inputs_with_its_scale() -> None:
+    x, weight = torch.ones(3, requires_grad=True), torch.tensor(2.0, requires_grad=True)
+    y = attach_loss(x * 5, weight**2, scale=0.25)
+    assert torch.equal(y, x * 5)
+    y.sum().backward()
+    assert x.grad is not None
+    assert weight.grad is not None
+    assert x.grad.tolist() == [5.0] * 3
+    assert weight.grad.item() == 0.25 * 2 * 2.0
+
+
+def test_logits_are_fp32_at_least() -> None:
+    x_TH, weight_EH = torch.ones(2, 3), torch.ones(4, 3)
+    assert router_logits(x_TH.bfloat16(), weight_EH.bfloat16()).dtype == torch.float32
+    assert router_logits(x_TH.double(), weight_EH).dtype == torch.float64
