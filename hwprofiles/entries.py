@@ -11,10 +11,10 @@ from moeplan.hwprofiles.schema import (
     GroupedGemmCurve,
     HardwareProfile,
     Provenance,
-    Record,
     Sourced,
     SourceKind,
 )
+from moeplan.record import Record
 
 # Unit by what a field's name holds; the first match counts.
 _UNITS: tuple[tuple[str, str], ...] = (

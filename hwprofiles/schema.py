@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from moeplan.hwprofiles.curves import MonotoneTime
+from moeplan.record import Record
 
 SourceKind = Literal["datasheet", "measured", "fitted", "assumed"]
 Dtype = Literal["fp64", "fp32", "tf32", "bf16", "fp8", "fp8_block", "mxfp8", "nvfp4"]
@@ -20,12 +21,6 @@ DispatchBackend = Literal["alltoall", "deepep", "hybridep"]
 # Half width of the error bar a figure carries, by the kind of its source, where the profile states none. Rules of
 # thumb: datasheet peaks are reached to about 10 %, repeated readings agree to about 5 %, an assumed value is a guess.
 DEFAULT_ERROR_FRAC: dict[str, float] = {"datasheet": 0.10, "measured": 0.05, "fitted": 0.10, "assumed": 0.30}
-
-
-class Record(BaseModel):
-    """Frozen, finite numbers only, and no key that the schema does not know."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class Provenance(Record):

@@ -3,9 +3,14 @@
 from collections.abc import Mapping
 
 from moeplan.results import ComparedFigure, Comparison, Figures
-from moeplan.vocabulary import OP_FAMILIES
+from moeplan.vocabulary import OP_FAMILIES, OpFamily
 
-HEADLINES = (("step_s", "s"), ("tokens_per_s_per_gpu", "tokens/s"), ("model_tflops_per_gpu", "TFLOP/s"), ("peak_memory_bytes", "bytes"))
+HEADLINES = (
+    ("step_s", "s"),
+    ("tokens_per_s_per_gpu", "tokens/s"),
+    ("model_tflops_per_gpu", "TFLOP/s"),
+    ("peak_memory_bytes", "bytes"),
+)
 
 
 def compare(predicted: Figures, measured: Figures, tolerances: Mapping[str, float | None]) -> Comparison:
@@ -13,13 +18,15 @@ def compare(predicted: Figures, measured: Figures, tolerances: Mapping[str, floa
 
     ``tolerances`` maps a figure's name to the largest allowed |predicted / measured - 1|; figures without are reported.
     """
-    rows = [(name, unit, getattr(predicted, name), getattr(measured, name)) for name, unit in HEADLINES]
+    rows: list[tuple[str, str, float, float]] = [
+        (name, unit, getattr(predicted, name), getattr(measured, name)) for name, unit in HEADLINES
+    ]
     for category, values in measured.memory_bytes.items():
         rows.append((f"memory.{category}", "bytes", max(predicted.memory_bytes.get(category, (0.0,))), max(values)))
     for family in OP_FAMILIES:
-        times = [figures.time_s[family].total_s if family in figures.time_s else 0.0 for figures in (predicted, measured)]
-        if any(times):
-            rows.append((f"time.{family}", "s", *times))
+        expected_s, found_s = _family_s(predicted, family), _family_s(measured, family)
+        if expected_s or found_s:
+            rows.append((f"time.{family}", "s", expected_s, found_s))
     figures = tuple(
         ComparedFigure(
             name=name,
@@ -32,3 +39,7 @@ def compare(predicted: Figures, measured: Figures, tolerances: Mapping[str, floa
         for name, unit, expected, found in rows
     )
     return Comparison(plan_id=measured.plan_id, figures=figures)
+
+
+def _family_s(figures: Figures, family: OpFamily) -> float:
+    return figures.time_s[family].total_s if family in figures.time_s else 0.0

@@ -25,16 +25,24 @@ def attention_linear_macs(model: ModelSpec) -> float:
     return hidden * (query_size + 2 * kv_size) + query_size * hidden
 
 
-def mean_keys_per_token(model: ModelSpec, layer: int, seq_len: float) -> float:
-    """Keys a token attends to on average: half the sequence (causal), or the mean filled part of the window."""
+def mean_keys_per_token(model: ModelSpec, layer: int | None, seq_len: float) -> float:
+    """Keys a token attends to on average: half the sequence (causal), or the mean filled part of the window.
+
+    ``layer`` None is an MTP layer: never windowed.
+    """
     attention = model.attention
-    if isinstance(attention, GqaAttention) and attention.sliding_window and model.is_windowed(layer):
+    if (
+        isinstance(attention, GqaAttention)
+        and attention.sliding_window
+        and layer is not None
+        and model.is_windowed(layer)
+    ):
         window = min(attention.sliding_window, seq_len)
         return window * (1 - window / (2 * seq_len))
     return seq_len / 2
 
 
-def attention_core_macs(model: ModelSpec, layer: int, seq_len: float) -> float:
+def attention_core_macs(model: ModelSpec, layer: int | None, seq_len: float) -> float:
     """Multiply-adds per token of QK^T and PV of one layer."""
     attention = model.attention
     width = attention.num_heads * (attention.qk_head_dim + attention.v_head_dim)
@@ -55,8 +63,8 @@ def training_flops_per_token(model: ModelSpec, seq_len: float) -> float:
     DeepSeek-V3 at 4096: 260.0e9 with its MTP layer, 249.8e9 without.
     """
     hidden, depth = model.hidden_size, model.num_mtp_layers
-    last = model.num_layers - 1
-    layers = [(kind, index) for index, kind in enumerate(model.layer_kinds)] + [(model.mtp_kind, last)] * depth
+    layers: list[tuple[LayerKind, int | None]] = [(kind, index) for index, kind in enumerate(model.layer_kinds)]
+    layers += [(model.mtp_kind, None)] * depth
     linear = attention_linear_macs(model)
     macs = sum(linear + attention_core_macs(model, index, seq_len) + mlp_macs(model, kind) for kind, index in layers)
     macs += depth * (3 * hidden + 2 * hidden**2) + (1 + depth) * hidden * model.vocab_size

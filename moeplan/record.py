@@ -11,6 +11,8 @@ class Record(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:  # noqa: ARG002, FBT001, FBT002
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """A checked copy. Pydantic's own would skip validation and carry over values cached from the old fields."""
-        return type(self).model_validate({name: getattr(self, name) for name in type(self).model_fields} | dict(update or {}))
+        return type(self).model_validate(
+            {name: getattr(self, name) for name in type(self).model_fields} | dict(update or {})
+        )

@@ -70,4 +70,6 @@ def _parse_value(key: str, written: str, flag: str) -> Any:
         return TypeAdapter(info.rebuild_annotation()).validate_python(value)
     except ValidationError as error:
         problem = error.errors()[0]["msg"]
-        raise InvalidInputError(f"{flag}: {key}: {problem}, got {written!r}", "see the plan file for the allowed values") from None
+        raise InvalidInputError(
+            f"{flag}: {key}: {problem}, got {written!r}", "see the plan file for the allowed values"
+        ) from None

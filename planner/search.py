@@ -12,6 +12,7 @@ from moeplan.point import Point
 from moeplan.results import Figures, Rejection
 from moeplan.simulator.memory import peak_memory_bytes
 from moeplan.simulator.predict import predict, step_times
+from moeplan.vocabulary import RecomputeModule
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,9 @@ def search(request: SearchRequest, progress: Callable[[int, int], None] | None =
     if not sweep.fitting and not sweep.wall.count:
         _raise_illegal(request, sweep.tally)
     times = step_times(request.model, sweep.fitting, request.stack, request.profile)
-    order = sorted(range(len(times)), key=lambda index: (times[index].step_s, sweep.fitting[index].as_dict().__repr__()))
+    order = sorted(
+        range(len(times)), key=lambda index: (times[index].step_s, sweep.fitting[index].as_dict().__repr__())
+    )
     plans = tuple(_ranked(request, sweep.fitting[index]) for index in order[: request.top_k])
     return SearchOutcome(
         plans=plans,
@@ -104,7 +107,7 @@ def _sweep(request: SearchRequest, started_s: float, progress: Callable[[int, in
 
 def _add_fitting(sweep: _Sweep, family: Family) -> bool:
     """Keep the points of ``family`` that fit and are not beaten by a smaller set of recomputed modules that fits."""
-    request, kept = sweep.request, list[set[str]]()
+    request, kept = sweep.request, list[set[RecomputeModule]]()
     least, least_point = float("inf"), family.base
     for point in family.points():
         sweep.num_points += 1
@@ -133,7 +136,9 @@ def to_plan(request: SearchRequest, point: Point) -> Plan:
 
 
 def _raise_illegal(request: SearchRequest, tally: Tally) -> None:
-    examples = [message for key, message in tally.examples.items() if key != "forbidden"] or list(tally.examples.values())
+    examples = [message for key, message in tally.examples.items() if key != "forbidden"] or list(
+        tally.examples.values()
+    )
     what = ", ".join(f"{key}={value}" for key, value in request.fixed.items()) or "any degrees"
     reasons = "; ".join(examples[:3]) or "the space is empty"
     raise InvalidInputError(f"no legal plan with {what}: {reasons}", "loosen --fix or change the number of GPUs")

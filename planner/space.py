@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import combinations, product
+from itertools import chain, combinations, product
 from typing import Any
 
 from moeplan.errors import InvalidInputError
@@ -108,19 +108,24 @@ def _precisions(request: SearchRequest) -> tuple[str, ...]:
 
 
 def _dispatchers(request: SearchRequest) -> tuple[str, ...]:
-    fixed, known = request.fixed, request.stack.dispatchers
-    wanted = [
+    """Back ends to try: those of the stack that ``--fix`` leaves."""
+    known = request.stack.dispatchers
+    if request.model.moe is None:
+        return ("alltoall",)  # no expert exchange: the field has no effect
+    wanted = tuple(
         name
         for name in known
-        if fixed.get("dispatcher", name.partition("/")[0]) == name.partition("/")[0]
-        and (not name.partition("/")[2] or fixed.get("flex_backend", name.partition("/")[2]) == name.partition("/")[2])
-    ]
+        if all(request.fixed.get(key, value) == value for key, value in _dispatch_fields(name).items())
+    )
     if not wanted:
+        pins = ", ".join(
+            f"{key}={request.fixed[key]}" for key in ("dispatcher", "flex_backend") if key in request.fixed
+        )
         raise InvalidInputError(
-            f"--fix dispatcher={fixed.get('dispatcher')}: stack {request.stack.name} runs {', '.join(known)}",
+            f"--fix {pins}: stack {request.stack.name} has {', '.join(known) or 'no MoE layer'}",
             "choose one of those, or another --stack",
         )
-    return tuple(wanted) if request.model.moe else tuple(wanted[:1])
+    return wanted
 
 
 def divisors(number: int, limit: int) -> tuple[int, ...]:
@@ -185,16 +190,16 @@ def _mesh_problem(num_gpus: int, degrees: dict[str, int]) -> str:
     return ""
 
 
-def _dispatch_fields(dispatcher: str) -> dict[str, Any]:
-    name, _, backend = dispatcher.partition("/")
-    return {"dispatcher": name} | ({"flex_backend": backend} if backend else {})
+def _dispatch_fields(backend: str) -> dict[str, Any]:
+    return {"dispatcher": "alltoall"} if backend == "alltoall" else {"dispatcher": "flex", "flex_backend": backend}
 
 
 def _legal(request: SearchRequest, space: Space, chosen: dict[str, Any], tally: Tally) -> Iterator[Family]:
     for mbs in space.mbs:
         point = make_point(request, chosen | {"mbs": mbs})
         forbidden = next((key for key, values in request.forbidden.items() if getattr(point, key) in values), None)
-        problem = ("forbidden", f"--forbid {forbidden}") if forbidden else next(violations(request.model, point), None)
+        rules = chain(violations(request.model, point), request.stack.violations(request.model, point))
+        problem = ("forbidden", f"--forbid {forbidden}") if forbidden else next(rules, None)
         if problem:
             tally.add(*problem)
             continue

@@ -3,7 +3,7 @@
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -35,7 +35,7 @@ BatchSize = Annotated[int, typer.Option("--global-batch-size", min=1, help="Sequ
 PlanFile = Annotated[Path, typer.Argument(help="Plan TOML, as written by search --out.")]
 
 
-def _print_version(wanted: bool) -> None:  # noqa: FBT001 - typer calls it with the flag's value
+def _print_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"moeplan {__version__}")
         raise typer.Exit
@@ -51,7 +51,7 @@ def _root(
 
 
 @app.command()
-def search(  # noqa: D103 - the help text is the docstring of the command that typer shows
+def search(  # noqa: PLR0917 - typer: one parameter per option
     model: ModelName,
     hardware: HardwareName,
     gpus: Gpus,
@@ -66,9 +66,10 @@ def search(  # noqa: D103 - the help text is the docstring of the command that t
     as_json: Json = False,
 ) -> None:
     """Rank the plans that fit: memory is a hard wall, then step time decides."""
-    from moeplan.cli.search import run_search
+    from moeplan.cli.search import SearchOptions, run_search
 
-    run_search(model, hardware, gpus, seq_len, global_batch_size, stack, fix, forbid, top, time_limit, out, as_json)
+    sizes = (model, hardware, gpus, seq_len, global_batch_size)
+    run_search(SearchOptions(*sizes, stack, fix, forbid, top, time_limit, out, as_json))
 
 
 @app.command()
@@ -85,7 +86,7 @@ def predict(
 
 
 @app.command()
-def run(
+def run(  # noqa: PLR0917 - typer: one parameter per option
     plan: PlanFile,
     steps: Annotated[int | None, typer.Option("--steps", min=1, help="Optimizer steps.")] = None,
     data: Annotated[str, typer.Option("--data", help="Flat token file; default the standard library as bytes.")] = "",
@@ -101,7 +102,8 @@ def run(
         float | None, typer.Option("--max-step-error", help="Exit 4 if step time is off by more than this fraction.")
     ] = None,
     max_memory_error: Annotated[
-        float | None, typer.Option("--max-memory-error", help="Exit 4 if peak memory is off by more than this fraction.")
+        float | None,
+        typer.Option("--max-memory-error", help="Exit 4 if peak memory is off by more than this fraction."),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check and predict, start nothing.")] = False,
     as_json: Json = False,
@@ -162,14 +164,14 @@ def hardware_show(name: Annotated[str, typer.Argument(help="Profile or file.")],
 
 def main(arguments: list[str] | None = None) -> None:
     """Entry point: one ``error:`` line and one ``hint:`` line instead of a traceback for what users can cause."""
-    usage_error = typer.BadParameter.__mro__[1]  # click's UsageError, wherever this typer keeps click
+    usage_error: Any = typer.BadParameter.__mro__[1]  # click's UsageError, wherever this typer keeps click
     try:
         code = app(args=arguments, standalone_mode=False)
     except MoeplanError as error:
         _report(error.message, error.hint)
         code = error.exit_code
     except usage_error as error:
-        _report(error.format_message(), "moeplan COMMAND --help lists the options")  # type: ignore[attr-defined]
+        _report(error.format_message(), "moeplan COMMAND --help lists the options")
         code = 2
     except (KeyboardInterrupt, typer.Abort):
         _report("interrupted", "nothing was left half-written")
@@ -180,7 +182,9 @@ def main(arguments: list[str] | None = None) -> None:
     except Exception as error:
         if os.environ.get("MOEPLAN_DEBUG"):
             raise
-        _report(f"internal error: {type(error).__name__}: {error}", "set MOEPLAN_DEBUG=1 for the traceback and report it")
+        _report(
+            f"internal error: {type(error).__name__}: {error}", "set MOEPLAN_DEBUG=1 for the traceback and report it"
+        )
         code = 1
     sys.exit(code if isinstance(code, int) else 0)
 

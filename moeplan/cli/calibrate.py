@@ -9,7 +9,7 @@ from moeplan.report.output import err_console, print_json
 from moeplan.report.show import print_profile
 
 
-def run_calibrate(processes: int, out: Path, as_json: bool) -> None:  # noqa: FBT001 - one argument per option
+def run_calibrate(processes: int, out: Path, as_json: bool) -> None:
     """Measure this machine with ``processes`` running at once and write the profile."""
     from moeplan.executor.microbench import calibrate
 

@@ -10,7 +10,7 @@ from moeplan.simulator.predict import predict, timeline
 from moeplan.simulator.trace import trace_json
 
 
-def run_predict(path: Path, hardware: str, trace: Path | None, as_json: bool) -> None:  # noqa: FBT001
+def run_predict(path: Path, hardware: str, trace: Path | None, as_json: bool) -> None:
     """Predict one plan, print it, write a trace."""
     plan = load_plan(path)
     profile, stack = load_machine(plan, hardware)

@@ -63,7 +63,9 @@ def run_plan(path: Path, options: RunOptions) -> None:
         print_comparison(comparison, measured)
     if not comparison.within_tolerance:
         off = ", ".join(figure.name for figure in comparison.figures if not figure.within)
-        raise ToleranceError(f"prediction outside tolerance: {off}", "calibrate again on a quiet machine, or see the table")
+        raise ToleranceError(
+            f"prediction outside tolerance: {off}", "calibrate again on a quiet machine, or see the table"
+        )
 
 
 def _train(plan: Plan, run_config: RunConfig, options: RunOptions) -> Figures:
@@ -85,7 +87,8 @@ def _train(plan: Plan, run_config: RunConfig, options: RunOptions) -> Figures:
     first, last = measured.losses[0], measured.losses[-1]
     log.print(
         f"loss {first:.3f} -> {last:.3f} (a uniform guess is {math.log(plan.model.vocab_size):.3f}), "
-        f"step {format_seconds(measured.step_s)}, peak memory {format_bytes(measured.peak_memory_bytes)}; wrote {options.out}"
+        f"step {format_seconds(measured.step_s)}, peak memory {format_bytes(measured.peak_memory_bytes)}; "
+        f"wrote {options.out}"
     )
     return measured
 

@@ -1,5 +1,6 @@
 """``moeplan search``."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,46 +18,58 @@ from moeplan.report.search import print_outcome
 from moeplan.units import format_bytes
 
 
-def run_search(
-    model: str,
-    hardware: str,
-    gpus: int,
-    seq_len: int,
-    global_batch_size: int,
-    stack: str,
-    fix: str,
-    forbid: str,
-    top: int,
-    time_limit_s: float | None,
-    out: Path | None,
-    as_json: bool,  # noqa: FBT001 - one argument per option
-) -> None:
+@dataclass(frozen=True, slots=True)
+class SearchOptions:
+    """Options of the command, as typed."""
+
+    model: str
+    hardware: str
+    gpus: int
+    seq_len: int
+    global_batch_size: int
+    stack: str
+    fix: str
+    forbid: str
+    top: int
+    time_limit_s: float | None
+    out: Path | None
+    as_json: bool
+
+
+def run_search(options: SearchOptions) -> None:
     """Search, print, write the best plan. Raises InfeasibleError where nothing fits."""
-    profile = load_profile(hardware)
-    request = SearchRequest(
-        model=load_model(model),
-        hardware=hardware,
-        profile=profile,
-        stack=load_stack_for(profile, stack),
-        num_gpus=gpus,
-        seq_len=seq_len,
-        global_batch_size=global_batch_size,
-        fixed=parse_pins(fix, "--fix"),
-        forbidden=parse_forbidden(forbid, "--forbid"),
-        top_k=top,
-        time_limit_s=time_limit_s,
-    )
+    request = _request(options)
     outcome = _search_with_progress(request)
+    out = options.out
     if out is not None and outcome.plans:
         best = outcome.plans[0]
-        header = f"# plan {best.plan.plan_id}, predicted step {best.predicted.step_s:.4g} s; train it: moeplan run {out}\n"
+        header = (
+            f"# plan {best.plan.plan_id}, predicted step {best.predicted.step_s:.4g} s; train it: moeplan run {out}\n"
+        )
         write_text_atomically(out, header + toml_text(best.plan))
-    if as_json:
+    if options.as_json:
         print_json(outcome_json(outcome))
     else:
         print_outcome(request, outcome, out)
     if not outcome.plans:
         raise InfeasibleError(*_why_nothing_fits(outcome))
+
+
+def _request(options: SearchOptions) -> SearchRequest:
+    profile = load_profile(options.hardware)
+    return SearchRequest(
+        model=load_model(options.model),
+        hardware=options.hardware,
+        profile=profile,
+        stack=load_stack_for(profile, options.stack),
+        num_gpus=options.gpus,
+        seq_len=options.seq_len,
+        global_batch_size=options.global_batch_size,
+        fixed=parse_pins(options.fix, "--fix"),
+        forbidden=parse_forbidden(options.forbid, "--forbid"),
+        top_k=options.top,
+        time_limit_s=options.time_limit_s,
+    )
 
 
 def _search_with_progress(request: SearchRequest) -> SearchOutcome:

@@ -26,7 +26,7 @@ def model_summary(model: ModelSpec) -> dict[str, Any]:
     }
 
 
-def list_models(as_json: bool) -> None:  # noqa: FBT001 - one argument per option
+def list_models(as_json: bool) -> None:
     """All presets."""
     summaries = [model_summary(load_model(name)) for name in model_names()]
     if as_json:
@@ -44,7 +44,7 @@ def list_models(as_json: bool) -> None:  # noqa: FBT001 - one argument per optio
     out_console().print(table("Model presets", ["name", "parameters", "active", "GFLOP/token at 4096"], rows))
 
 
-def show_model(name: str, as_json: bool) -> None:  # noqa: FBT001
+def show_model(name: str, as_json: bool) -> None:
     """One model."""
     model = load_model(name)
     if as_json:
@@ -53,7 +53,7 @@ def show_model(name: str, as_json: bool) -> None:  # noqa: FBT001
         print_model(model, model_summary(model))
 
 
-def list_hardware(as_json: bool) -> None:  # noqa: FBT001
+def list_hardware(as_json: bool) -> None:
     """All profiles."""
     profiles = [load_profile(name) for name in profile_names()]
     if as_json:
@@ -75,7 +75,7 @@ def list_hardware(as_json: bool) -> None:  # noqa: FBT001
     out_console().print(made)
 
 
-def show_hardware(name: str, as_json: bool) -> None:  # noqa: FBT001
+def show_hardware(name: str, as_json: bool) -> None:
     """One profile, every number with its source."""
     profile = load_profile(name)
     if as_json:

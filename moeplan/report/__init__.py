@@ -1,0 +1,1 @@
+"""What commands print: tables on stdout, JSON, progress on stderr."""

@@ -19,7 +19,9 @@ def print_comparison(comparison: Comparison, measured: Figures) -> None:
     judged = [figure for figure in comparison.figures if figure.tolerance_frac is not None]
     for figure in judged:
         verdict = "within" if figure.within else "OUTSIDE"
-        console.print(f"{figure.name}: {_error(figure)}, {verdict} the tolerance of {100 * (figure.tolerance_frac or 0):.0f} %")
+        console.print(
+            f"{figure.name}: {_error(figure)}, {verdict} the tolerance of {100 * (figure.tolerance_frac or 0):.0f} %"
+        )
 
 
 def comparison_table(comparison: Comparison) -> Table:
@@ -28,7 +30,9 @@ def comparison_table(comparison: Comparison) -> Table:
         [figure.name, _value(figure.predicted, figure.unit), _value(figure.measured, figure.unit), _error(figure)]
         for figure in comparison.figures
     ]
-    return table(f"Predicted and measured, plan {comparison.plan_id}", ["figure", "predicted", "measured", "error"], rows)
+    return table(
+        f"Predicted and measured, plan {comparison.plan_id}", ["figure", "predicted", "measured", "error"], rows
+    )
 
 
 def _value(value: float, unit: str) -> str:

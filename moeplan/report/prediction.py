@@ -11,7 +11,9 @@ from moeplan.units import format_bytes, format_seconds
 def print_prediction(plan: Plan, profile: HardwareProfile, predicted: Figures) -> None:
     """Headline figures, the memory wall by rank, time by op family, doubts."""
     console = out_console()
-    console.print(f"plan {plan.plan_id}: {plan.model.name} on {plan.num_gpus} x {profile.name}, stack {predicted.stack}")
+    console.print(
+        f"plan {plan.plan_id}: {plan.model.name} on {plan.num_gpus} x {profile.name}, stack {predicted.stack}"
+    )
     console.print(f"layout {plan.layout}, {plan.num_micro_batches} micro-batches of {plan.mbs} x {plan.seq_len}")
     console.print(
         f"step {format_seconds(predicted.step_s)} +- {100 * predicted.error_bar_frac:.0f} %, "

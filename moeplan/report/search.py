@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from rich.table import Table
+
 from moeplan.planner.request import SearchRequest
 from moeplan.planner.search import RankedPlan, SearchOutcome
 from moeplan.report.output import out_console
@@ -23,7 +25,8 @@ def print_outcome(request: SearchRequest, outcome: SearchOutcome, out: Path | No
     if outcome.plans:
         console.print(_ranking(request, outcome))
         best = outcome.plans[0]
-        console.print(f"Best plan {best.plan.plan_id}: layout {best.plan.layout}, {best.plan.num_micro_batches} micro-batches")
+        plan = best.plan
+        console.print(f"Best plan {plan.plan_id}: layout {plan.layout}, {plan.num_micro_batches} micro-batches")
         console.print(memory_table(best.predicted))
         console.print(time_table(best.predicted))
         for note in best.predicted.notes:
@@ -37,7 +40,7 @@ def print_outcome(request: SearchRequest, outcome: SearchOutcome, out: Path | No
         console.print(f"best plan written to {out}")
 
 
-def _ranking(request: SearchRequest, outcome: SearchOutcome):  # type: ignore[no-untyped-def]
+def _ranking(request: SearchRequest, outcome: SearchOutcome) -> Table:
     columns = ["#", "plan", *DEGREES, "precision", "dispatcher", "recompute"]
     columns += ["step", "tok/s/GPU", "TFLOP/s/GPU", "+-", "memory"]
     rows = [
@@ -58,13 +61,13 @@ def _ranking_row(index: int, ranked: RankedPlan, memory_bytes: float) -> list[st
         "+".join(plan.recompute) or "none",
         format_seconds(predicted.step_s),
         f"{predicted.tokens_per_s_per_gpu:.0f}",
-        f"{predicted.model_tflops_per_gpu:.0f}" if predicted.model_tflops_per_gpu >= 10 else f"{predicted.model_tflops_per_gpu:.3g}",
+        f"{predicted.model_tflops_per_gpu:.4g}",
         f"{100 * predicted.error_bar_frac:.0f} %",
         f"{format_bytes(predicted.peak_memory_bytes)} ({100 * predicted.peak_memory_bytes / memory_bytes:.0f} %)",
     ]
 
 
-def _rejections(outcome: SearchOutcome):  # type: ignore[no-untyped-def]
+def _rejections(outcome: SearchOutcome) -> Table:
     rows = [[rejection.wall, str(rejection.count), _nearest(rejection)] for rejection in outcome.rejections]
     made = table("Turned down", ["wall", "plans", "nearest miss, or the rule"], rows)
     made.columns[-1].justify = "left"

@@ -21,7 +21,7 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, 
 
 
 def memory_table(figures: Figures) -> Table:
-    """Memory by category (rows) and pipeline rank (columns), with the sum; ranks beyond eight are cut to the extremes."""
+    """Memory by category (rows) and pipeline rank (columns), with the sum; of many ranks, the extremes."""
     num_ranks = len(next(iter(figures.memory_bytes.values())))
     shown = range(num_ranks) if num_ranks <= 8 else [0, 1, figures.peak_rank, num_ranks - 2, num_ranks - 1]
     ranks = sorted(set(shown))

@@ -1,0 +1,61 @@
+"""Layout strings and the balance rule."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moeplan.errors import InvalidInputError
+from moeplan.layout import PipelineLayout, balanced_layout
+from moeplan.presets import load_model
+
+DEEPSEEK = load_model("deepseek-v3")
+
+
+@pytest.mark.parametrize(
+    "num_stages, published",
+    [(16, "Et*4|(tttt|)*14tmL"), (32, "Et*3|(tt|)*29m|L")],  # report section 8: GB200 (PP4 VPP4) and H100 (PP8 VPP4)
+)
+def test_the_rule_gives_the_published_layouts_of_deepseek(num_stages: int, published: str) -> None:
+    assert balanced_layout(DEEPSEEK, num_stages).text == published
+
+
+@given(st.integers(1, 62))
+def test_balanced_layouts_hold_the_model_and_parse_back(num_stages: int) -> None:
+    layout = balanced_layout(DEEPSEEK, num_stages)
+    layout.check(DEEPSEEK, num_stages)
+    assert PipelineLayout.from_string(layout.text) == layout
+    covered = [layer for stage in layout.stages for layer in stage.layers]
+    assert covered == list(range(DEEPSEEK.num_layers))
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=8), st.integers(0, 2))
+def test_any_layout_survives_a_round_trip(layers: list[int], num_mtp: int) -> None:
+    parts = ["t" * count for count in layers]
+    text = "E" + "|".join(parts) + "m" * num_mtp + "L"
+    layout = PipelineLayout.from_string(text)
+    assert [stage.num_layers for stage in layout.stages] == layers
+    assert PipelineLayout.from_string(layout.text) == layout
+
+
+def test_stage_k_is_on_rank_k_mod_pp() -> None:
+    layout = PipelineLayout.from_string("Et*4|(tttt|)*14tmL")
+    rank_2 = layout.stages_of_rank(4, 2)
+    assert [stage.first_layer for stage in rank_2] == [8, 24, 40, 56]
+    assert sum(stage.num_layers for stage in rank_2) == 16
+
+
+@pytest.mark.parametrize("text", ["", "(tt", "Et*3x", "Ett|mL|", "EL|t", "tL", "Et*9999999L", "Et|Et|L"])
+def test_bad_strings_are_refused_with_the_notation(text: str) -> None:
+    with pytest.raises(InvalidInputError, match="layout"):
+        PipelineLayout.from_string(text)
+
+
+def test_a_layout_of_another_size_is_refused_with_the_balanced_one() -> None:
+    with pytest.raises(InvalidInputError, match="3 stages") as raised:
+        PipelineLayout.from_string("Et*4|t|L").check(DEEPSEEK, 16)
+    assert "Et*4|(tttt|)*14tmL" in raised.value.hint
+
+
+def test_more_stages_than_layers_are_refused() -> None:
+    with pytest.raises(InvalidInputError, match="only 61 layers"):
+        balanced_layout(DEEPSEEK, 63)
