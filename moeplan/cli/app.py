@@ -73,16 +73,53 @@ def search(  # noqa: PLR0917 - typer: one parameter per option
 
 
 @app.command()
-def predict(
-    plan: PlanFile,
-    hardware: Annotated[str, typer.Option("--hardware", help="Use this profile instead of the plan's.")] = "",
+def predict(  # noqa: PLR0917 - typer: one parameter per option
+    plan: Annotated[Path | None, typer.Argument(help="Plan TOML; or give the options from --model on.")] = None,
+    model: Annotated[str, typer.Option("--model", help="Preset, .toml file, or Hugging Face config.json.")] = "",
+    hardware: Annotated[str, typer.Option("--hardware", help="Profile; with a plan file, instead of its own.")] = "",
+    gpus: Annotated[int, typer.Option("--gpus", min=1, help="Number of GPUs.")] = 1,
+    seq_len: Annotated[int, typer.Option("--seq-len", min=1, help="Tokens of one sequence.")] = 4096,
+    global_batch_size: Annotated[int, typer.Option("--global-batch-size", min=1, help="Sequences of a step.")] = 1,
+    stack: Stack = "",
+    fix: Fix = "",
     trace: Annotated[Path | None, typer.Option("--trace", help="Write a Perfetto trace of the pipeline.")] = None,
+    lock: Annotated[Path | None, typer.Option("--lock", help="Record the figures in this lock for check.")] = None,
     as_json: Json = False,
 ) -> None:
     """Predict one plan: memory by category and pipeline rank, step time by op family."""
-    from moeplan.cli.predict import run_predict
+    from moeplan.cli.predict import PredictOptions, run_predict
 
-    run_predict(plan, hardware, trace, as_json)
+    typed = (model, gpus, seq_len, global_batch_size, stack, fix)
+    run_predict(PredictOptions(plan, hardware, *typed, trace, lock, as_json))
+
+
+@app.command()
+def compare(
+    first: Annotated[Path, typer.Argument(help="Plan TOML, prediction or measurement JSON, or lock.")],
+    second: Annotated[Path, typer.Argument(help="The same kind of thing, later or otherwise.")],
+    as_json: Json = False,
+) -> None:
+    """Show two plans, results or locks side by side: every figure, what changed, what moved."""
+    from moeplan.cli.compare import run_compare
+
+    run_compare(first, second, as_json)
+
+
+@app.command()
+def check(  # noqa: PLR0917 - typer: one parameter per option
+    lock: Annotated[Path, typer.Argument(help="Lock JSON, as written by predict --lock.")],
+    tolerance: Annotated[
+        float | None, typer.Option("--tolerance", min=0, help="Allowed relative change of every judged figure.")
+    ] = None,
+    update: Annotated[bool, typer.Option("--update", help="Record the present predictions, judge nothing.")] = False,
+    markdown: Annotated[Path | None, typer.Option("--markdown", help="Also write a Markdown table.")] = None,
+    junit: Annotated[Path | None, typer.Option("--junit", help="Also write JUnit XML.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Recompute the predictions of a lock; exit 4 where one has moved beyond its tolerance."""
+    from moeplan.cli.check import CheckOptions, run_check
+
+    run_check(lock, CheckOptions(tolerance, update, markdown, junit, as_json))
 
 
 @app.command()

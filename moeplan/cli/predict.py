@@ -1,23 +1,49 @@
 """``moeplan predict``."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
-from moeplan.cli.inputs import load_machine, load_plan
-from moeplan.files import write_text_atomically
+from moeplan.cli.check import record
+from moeplan.cli.inputs import load_machine, load_plan, load_stack_for
+from moeplan.errors import InvalidInputError
+from moeplan.files import validate, write_text_atomically
+from moeplan.hwprofiles.load import load_profile
+from moeplan.plan import Plan
+from moeplan.planner.request import parse_pins
+from moeplan.presets import load_model
 from moeplan.report.output import print_json
 from moeplan.report.prediction import print_prediction
 from moeplan.simulator.predict import predict, timeline
 from moeplan.simulator.trace import trace_json
 
 
-def run_predict(path: Path, hardware: str, trace: Path | None, as_json: bool) -> None:
-    """Predict one plan, print it, write a trace."""
-    plan = load_plan(path)
-    profile, stack = load_machine(plan, hardware)
+@dataclass(frozen=True, slots=True)
+class PredictOptions:
+    """Options of the command, as typed. Without ``plan``, the fields from ``model`` on make one."""
+
+    plan: Path | None
+    hardware: str
+    model: str
+    gpus: int
+    seq_len: int
+    global_batch_size: int
+    stack: str
+    fix: str
+    trace: Path | None
+    lock: Path | None
+    as_json: bool
+
+
+def run_predict(options: PredictOptions) -> None:
+    """Predict one plan, print it, write a trace, record it."""
+    plan = load_plan(options.plan) if options.plan is not None else _typed_plan(options)
+    profile, stack = load_machine(plan, options.hardware)
     predicted = predict(plan, profile, stack)
-    if trace is not None:
-        write_text_atomically(trace, trace_json(timeline(plan, profile, stack)))
-    if as_json:
+    if options.trace is not None:
+        write_text_atomically(options.trace, trace_json(timeline(plan, profile, stack)))
+    if options.lock is not None:
+        record(plan, predicted, options.lock)
+    if options.as_json:
         print_json(
             {
                 "plan_id": plan.plan_id,
@@ -27,3 +53,21 @@ def run_predict(path: Path, hardware: str, trace: Path | None, as_json: bool) ->
         )
     else:
         print_prediction(plan, profile, predicted)
+
+
+def _typed_plan(options: PredictOptions) -> Plan:
+    if not options.model or not options.hardware:
+        raise InvalidInputError(
+            "nothing to predict: got neither a plan file nor --model and --hardware",
+            "moeplan predict plan.toml, or moeplan predict --model deepseek-v3 --hardware gb300 --gpus 256 --fix pp=4",
+        )
+    stack = load_stack_for(load_profile(options.hardware), options.stack)
+    fields = {
+        "model": load_model(options.model),
+        "hardware": options.hardware,
+        "num_gpus": options.gpus,
+        "stack": stack.name,
+        "seq_len": options.seq_len,
+        "global_batch_size": options.global_batch_size,
+    }
+    return validate(Plan, fields | parse_pins(options.fix, "--fix"), "command line")

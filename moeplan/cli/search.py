@@ -43,9 +43,7 @@ def run_search(options: SearchOptions) -> None:
     out = options.out
     if out is not None and outcome.plans:
         best = outcome.plans[0]
-        header = (
-            f"# plan {best.plan.plan_id}, predicted step {best.predicted.step_s:.4g} s; train it: moeplan run {out}\n"
-        )
+        header = f"# plan {best.plan.plan_id}, predicted step {best.predicted.step_s:.4g} s\n"
         write_text_atomically(out, header + toml_text(best.plan))
     if options.as_json:
         print_json(outcome_json(outcome))

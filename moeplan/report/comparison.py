@@ -11,7 +11,8 @@ from moeplan.units import format_bytes, format_seconds
 def print_comparison(comparison: Comparison, measured: Figures) -> None:
     """The table, what memory means here, and the verdict."""
     console = out_console()
-    console.print(comparison_table(comparison))
+    title = f"Predicted and measured, plan {comparison.plan_id}"
+    console.print(comparison_table(comparison, title, ("predicted", "measured", "error")))
     num_steps = len(measured.step_times_s)
     console.print(f"measured: median of {num_steps} steps, spread +- {100 * measured.error_bar_frac:.0f} %")
     for note in measured.notes:
@@ -24,15 +25,13 @@ def print_comparison(comparison: Comparison, measured: Figures) -> None:
         )
 
 
-def comparison_table(comparison: Comparison) -> Table:
-    """Every figure predicted and measured, with the error."""
+def comparison_table(comparison: Comparison, title: str, columns: tuple[str, str, str]) -> Table:
+    """Every figure of both sides, with the relative difference."""
     rows = [
         [figure.name, _value(figure.predicted, figure.unit), _value(figure.measured, figure.unit), _error(figure)]
         for figure in comparison.figures
     ]
-    return table(
-        f"Predicted and measured, plan {comparison.plan_id}", ["figure", "predicted", "measured", "error"], rows
-    )
+    return table(title, ["figure", *columns], rows)
 
 
 def _value(value: float, unit: str) -> str:

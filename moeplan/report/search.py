@@ -32,10 +32,8 @@ def print_outcome(request: SearchRequest, outcome: SearchOutcome, out: Path | No
         for note in best.predicted.notes:
             console.print(f"note: {note}")
     console.print(_rejections(outcome))
-    complete = "the whole space" if outcome.is_complete else "cut by the time limit"
-    console.print(
-        f"{outcome.num_points} candidates, {outcome.num_costed} fit and were costed, {outcome.seconds:.1f} s, {complete}"
-    )
+    counts = f"{outcome.num_points} candidates, {outcome.num_costed} fit and were costed, {outcome.seconds:.1f} s"
+    console.print(f"{counts}, {'the whole space' if outcome.is_complete else 'cut by the time limit'}")
     if out is not None and outcome.plans:
         console.print(f"best plan written to {out}")
 
