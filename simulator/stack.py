@@ -45,6 +45,9 @@ class SoftwareStack(Record):
     fused_attention: bool = Field(description="False: the score matrix is kept")
     fused_cross_entropy: bool
     logit_bytes: Sourced = Field(description="bytes held per logit while the loss of a micro-batch is computed")
+    expert_weight_gradients: Literal["one", "local"] = Field(
+        description="experts whose weight gradients exist in the compute type at once, beside the main gradients"
+    )
     allocator_reserve_frac: Sourced = Field(description="reserved over allocated device memory, minus 1")
 
     def dispatch_backend(self, point: Point) -> DispatchBackend:

@@ -23,11 +23,10 @@ Component = Literal[
     "head",
     "mtp",
     "block_scales",
+    "weight_gradients",
     "dispatcher",
-    "working_set",
     "recompute",
-    "context",
-    "allocator_reserve",
+    "working_set",
 ]
 # activation: the recipe's activation type. quantized: the low-precision type of the recipe, where it has one, because
 # the linear that reads the tensor stores its quantized input. fp32, int64, byte: that type in every recipe.

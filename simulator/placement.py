@@ -1,0 +1,131 @@
+"""What each pipeline rank holds: parameters by component and class, and layers by virtual stage."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from moeplan.layout import PipelineLayout, Stage
+from moeplan.model_spec import LayerKind, MlaAttention, ModelSpec
+from moeplan.parameters import (
+    attention_parameters,
+    layer_parameters,
+    mtp_extra_parameters,
+    norm_parameters,
+)
+from moeplan.simulator.tensor_tables import Component
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterGroup:
+    """Elements that one rank holds of one component. ``is_quantized``: a linear that low precision quantizes."""
+
+    component: Component
+    num_elements: float
+    is_expert: bool = False
+    is_quantized: bool = False
+
+
+class Chunk(NamedTuple):
+    """What one virtual stage runs: counts of layers by kind, MTP depths, and whether it computes the loss."""
+
+    num_dense: int
+    num_moe: int
+    num_mtp: int
+    has_loss: bool
+
+
+@lru_cache(maxsize=4096)
+def rank_chunks(model: ModelSpec, layout: str, pp: int) -> tuple[tuple[Chunk, ...], ...]:
+    """Chunks of every pipeline rank, by virtual stage."""
+    kinds, pipeline = model.layer_kinds, PipelineLayout.from_string(layout)
+
+    def chunk(stage: Stage) -> Chunk:
+        num_moe = sum(kinds[layer] == "moe" for layer in stage.layers)
+        return Chunk(stage.num_layers - num_moe, num_moe, stage.num_mtp, stage.has_loss)
+
+    return tuple(tuple(chunk(stage) for stage in pipeline.stages_of_rank(pp, rank)) for rank in range(pp))
+
+
+@lru_cache(maxsize=4096)
+def rank_parameters(
+    model: ModelSpec, layout: str, pp: int, *, tp: int, etp: int, ep: int
+) -> tuple[tuple[ParameterGroup, ...], ...]:
+    """Parameters of every pipeline rank (report section 1.3 for the scope of its table 3).
+
+    tp splits the linears outside experts, embedding and head; etp and ep split experts; norms, router, gates and the
+    down projections of latent attention are whole on each rank. A rank away from the embedding that needs it (MTP, or
+    a tied head) holds a copy.
+    """
+    pipeline = PipelineLayout.from_string(layout)
+    return tuple(_of_rank(model, pipeline.stages_of_rank(pp, rank), tp, etp, ep) for rank in range(pp))
+
+
+def _of_rank(model: ModelSpec, stages: tuple[Stage, ...], tp: int, etp: int, ep: int) -> tuple[ParameterGroup, ...]:
+    kinds = [model.layer_kinds[layer] for stage in stages for layer in stage.layers]
+    groups = [group for kind in kinds for group in layer_groups(model, kind, tp, etp, ep)]
+    vocabulary = -(-model.vocab_size // tp) * model.hidden_size
+    has_embedding = any(stage.has_embedding for stage in stages)
+    if has_embedding:
+        groups.append(ParameterGroup("embedding", vocabulary))
+    if any(stage.has_loss for stage in stages):
+        groups.append(ParameterGroup("norms", model.hidden_size))
+        if not (model.tied_embeddings and has_embedding):
+            groups.append(ParameterGroup("head", vocabulary))
+    num_mtp = sum(stage.num_mtp for stage in stages)
+    if num_mtp:
+        groups += _mtp_groups(model, tp, etp, ep) * num_mtp
+        if not has_embedding:
+            groups.append(ParameterGroup("mtp", vocabulary))
+    return _merged(groups)
+
+
+def layer_groups(model: ModelSpec, kind: LayerKind, tp: int, etp: int, ep: int) -> list[ParameterGroup]:
+    """Parameters that one rank holds of one layer."""
+    whole, hidden, moe = layer_parameters(model, kind), model.hidden_size, model.moe
+    unsplit = _unsplit_attention(model)
+    attention = (attention_parameters(model) - unsplit) / tp + unsplit
+    groups = [
+        ParameterGroup("attention", attention, is_quantized=True),
+        ParameterGroup("norms", norm_parameters(model)),
+    ]
+    if kind == "dense" or moe is None:
+        return [*groups, ParameterGroup("dense_mlp", whole.dense_mlp / tp, is_quantized=True)]
+    gate = hidden * moe.shared_gate
+    bias = hidden * moe.mlp_bias  # of the second matrix, whose output etp sums
+    expert = (whole.expert - bias) / etp + bias
+    return [
+        *groups,
+        ParameterGroup("router", whole.router + gate),
+        ParameterGroup("shared_experts", (whole.shared_expert - gate) / tp, is_quantized=True),
+        ParameterGroup("experts", expert * moe.num_experts / ep, is_expert=True, is_quantized=True),
+    ]
+
+
+def _unsplit_attention(model: ModelSpec) -> int:
+    """Attention parameters that tp does not split: latent down projections, and the bias of a summed output."""
+    attention, hidden = model.attention, model.hidden_size
+    if isinstance(attention, MlaAttention):
+        return hidden * (attention.q_lora_rank + attention.kv_lora_rank + attention.qk_rope_head_dim)
+    return hidden * attention.out_bias
+
+
+def _mtp_groups(model: ModelSpec, tp: int, etp: int, ep: int) -> list[ParameterGroup]:
+    norms = 3 * model.hidden_size
+    projection = (mtp_extra_parameters(model) - norms) / tp
+    return [
+        ParameterGroup("mtp", norms),
+        ParameterGroup("mtp", projection, is_quantized=True),
+        *(
+            ParameterGroup("mtp", group.num_elements, group.is_expert, group.is_quantized)
+            for group in layer_groups(model, model.mtp_kind, tp, etp, ep)
+        ),
+    ]
+
+
+def _merged(groups: list[ParameterGroup]) -> tuple[ParameterGroup, ...]:
+    """One group for each component and class, without empty ones."""
+    sums: dict[tuple[Component, bool, bool], float] = {}
+    for group in groups:
+        key = (group.component, group.is_expert, group.is_quantized)
+        sums[key] = sums.get(key, 0.0) + group.num_elements
+    return tuple(ParameterGroup(key[0], total, key[1], key[2]) for key, total in sums.items() if total)
