@@ -12,6 +12,7 @@ from moeplan.hwprofiles.schema import DispatchBackend, Sourced
 from moeplan.model_spec import ModelSpec
 from moeplan.point import Point
 from moeplan.record import Record
+from moeplan.simulator.stack_time import StackTime
 from moeplan.vocabulary import PrecisionName, RecomputeModule
 
 STACK_FOLDER = Path(__file__).parent / "stacks"
@@ -49,6 +50,8 @@ class SoftwareStack(Record):
         description="experts whose weight gradients exist in the compute type at once, beside the main gradients"
     )
     allocator_reserve_frac: Sourced = Field(description="reserved over allocated device memory, minus 1")
+
+    time: StackTime = Field(description="launches, fusions, graphs and overlap: what it adds to kernel times")
 
     def dispatch_backend(self, point: Point) -> DispatchBackend:
         """The back end that a point's dispatcher names."""

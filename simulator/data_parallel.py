@@ -1,0 +1,75 @@
+"""Once a step: gradient reduction, parameter gathering, the optimizer, and what hides behind compute.
+
+Rules. Gradients of a rank are reduce-scattered (fp32 or bf16, as ``grad_dtype``) over dp x cp for dense parameters
+and over edp for experts; parameters are gathered in the compute copy's bytes. With overlap, reduction runs during the
+backward of the last micro-batch and gathering during the forward of the first; one bucket of ``num_chunks`` (the part
+of a rank's layers that is last to be done) can never hide. Without sharding the gradients are all-reduced instead.
+"""
+
+from dataclasses import dataclass
+
+from moeplan.hwprofiles.schema import HardwareProfile
+from moeplan.model_spec import ModelSpec
+from moeplan.point import Point
+from moeplan.simulator.collectives import collective_cost
+from moeplan.simulator.op import Cost
+from moeplan.simulator.placement import rank_parameters
+from moeplan.simulator.rank_groups import rank_groups
+from moeplan.simulator.stack_time import StackTime
+from moeplan.units import DTYPE_BYTES
+from moeplan.vocabulary import PRECISIONS
+
+
+@dataclass(frozen=True, slots=True)
+class StepEnds:
+    """Seconds of one pipeline rank outside its chunks: gradient reduction, parameter gathering, optimizer."""
+
+    reduce_s: float
+    gather_s: float
+    optimizer_s: float
+    costs: tuple[Cost, ...]
+
+
+def step_ends(model: ModelSpec, point: Point, stack: StackTime, profile: HardwareProfile) -> tuple[StepEnds, ...]:
+    """For every pipeline rank. Adam reads gradient, main weight and moments and writes the latter two and the copy."""
+    groups = rank_groups(point, profile)
+    precision = PRECISIONS[point.precision]
+    grad_bytes, moment_bytes = DTYPE_BYTES[point.grad_dtype], DTYPE_BYTES[point.moment_dtype]
+    main_bytes = 4.0 if precision.has_main_weights else precision.param_bytes
+    copy_bytes = precision.param_bytes if precision.has_main_weights else 0.0
+    update_bytes = grad_bytes + 2 * main_bytes + 4 * moment_bytes + copy_bytes
+    is_sharded = point.sharding == "optimizer"
+    bandwidth = profile.hbm_bytes_per_s.value * stack.optimizer_efficiency_frac.value
+    ends = []
+    for parameters in rank_parameters(model, point.layout, point.pp, tp=point.tp, etp=point.etp, ep=point.ep):
+        reduce_s = gather_s = moved = 0.0
+        costs: list[Cost] = []
+        for is_expert, group in ((False, groups.dp_cp), (True, groups.edp)):
+            held = sum(one.num_elements for one in parameters if one.is_expert == is_expert)
+            quantized = sum(one.num_elements for one in parameters if one.is_expert == is_expert and one.is_quantized)
+            reduction = collective_cost(
+                "reduce_scatter" if is_sharded else "all_reduce", held * grad_bytes, group, profile
+            )
+            reduce_s += reduction.seconds
+            costs.append(reduction)
+            if is_sharded:
+                gathering = collective_cost("all_gather", held * precision.param_bytes, group, profile)
+                gather_s += gathering.seconds
+                costs.append(gathering)
+            own = held / group.num_ranks if is_sharded else held
+            # Adam, the gradient norm's read, zeroing the main gradients, and requantizing weights once a step.
+            requantize = quantized * (precision.param_bytes + precision.quantized_weight_bytes)
+            moved += own * (update_bytes + grad_bytes) + held * grad_bytes
+            moved += requantize if precision.quantized_weight_bytes else 0.0
+        ends.append(StepEnds(reduce_s, gather_s, moved / bandwidth, tuple(costs)))
+    return tuple(ends)
+
+
+def exposed_seconds(comm_s: float, window_s: float, num_chunks: int, *, overlap: bool) -> float:
+    """Seconds of a collective that lengthen the step.
+
+    All without overlap; else what exceeds the window of compute beside it, and at least the bucket that is done last.
+    """
+    if not overlap:
+        return comm_s
+    return max(comm_s - window_s * (num_chunks - 1) / num_chunks, comm_s / num_chunks)

@@ -1,0 +1,110 @@
+"""GEMM times from rate-by-rows curves, for shapes and number formats nobody measured.
+
+A curve gives the rate by rows M as a median over wide N and K (2048 to 16384). A GEMM is as fast as its shorter
+output side allows, so the curve is read at min(M, N). A short inner dimension pays for filling and draining: the rate
+goes with K / (K + 400), against the 6000 typical of the curves. The 400 fits DeepGEMM on H800: 1520 TFLOP/s at K
+16384, 1410 at 7168, 1212 at 1536, 775 at 512 (hardware facts, section 4.4).
+"""
+
+import math
+from dataclasses import dataclass
+
+from moeplan.errors import InvalidInputError
+from moeplan.hwprofiles.curves import MonotoneTime
+from moeplan.hwprofiles.schema import DEFAULT_ERROR_FRAC, HardwareProfile, SourceKind
+
+INNER_OVERHEAD, TYPICAL_INNER = 400.0, 6000.0
+# torch's grouped GEMM on H200 read 768, 644, 608 and 643 TFLOP/s where the dense rule of this file gives 788, 691, 691
+# and 700: 0.97, 0.93, 0.88, 0.92.
+GROUPED_OVER_DENSE_FRAC = 0.92
+# Rows of an output tile of CUTLASS and cuBLAS kernels: a smaller group takes as long.
+TILE_ROWS = 64
+PEAK_FRAC_WITHOUT_CURVE = 0.7
+# Which measured format stands in for a missing one, nearest first; its rate is scaled by the ratio of the peaks.
+NEAREST_DTYPES: dict[str, tuple[str, ...]] = {
+    "mxfp8": ("fp8_block", "fp8", "bf16"),
+    "fp8_block": ("mxfp8", "fp8", "bf16"),
+    "fp8": ("fp8_block", "mxfp8", "bf16"),
+    "nvfp4": ("fp8_block", "fp8", "bf16"),
+    "bf16": ("fp32",),
+    "fp32": ("tf32",),
+    "tf32": ("fp32",),
+    "fp64": ("fp32",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """Where a GEMM rate comes from: a curve (of time by rows) whose rate is multiplied by ``scale_frac``."""
+
+    curve: MonotoneTime
+    scale_frac: float
+    source: SourceKind
+    error_frac: float
+    note: str = ""
+
+    def seconds(self, rows: float, cols: float, inner: float) -> float:
+        """One GEMM: 2 M N (K + 400) over the rate at min(M, N), with the typical inner dimension divided out.
+
+        Non-decreasing in all three: time_at(min) is, and so is min / time_at(min) x the longer side.
+        """
+        shorter, longer = min(rows, cols), max(rows, cols)
+        typical = TYPICAL_INNER / (TYPICAL_INNER + INNER_OVERHEAD)
+        return 2 * longer * (inner + INNER_OVERHEAD) * typical * self.curve.time_at(shorter) / self.scale_frac
+
+
+def dense_rate(profile: HardwareProfile, dtype: str) -> Rate:
+    """The dense curve of ``dtype``, or of the nearest measured format scaled by peaks, or a part of the peak.
+
+    InvalidInputError where the profile knows nothing of the format nor of any that could stand in.
+    """
+    peaks: dict[str, float] = {name: peak.value for name, peak in profile.peak_flops_per_s.items()}
+    sustained = profile.sustained_frac.value
+    for curve in profile.gemm:
+        if curve.dtype == dtype:
+            note = f"gemm[{dtype}]" if curve.source == "assumed" else ""
+            return Rate(curve.curve, sustained, curve.source, curve.error_bar_frac, note)
+    if dtype in peaks and not profile.gemm:
+        flat = MonotoneTime.from_rates([1.0], [peaks[dtype]])
+        note = f"gemm[{dtype}]: no curve, {PEAK_FRAC_WITHOUT_CURVE:g} of peak"
+        return Rate(flat, PEAK_FRAC_WITHOUT_CURVE, "assumed", DEFAULT_ERROR_FRAC["assumed"], note)
+    measured = {curve.dtype: curve for curve in profile.gemm}
+    for other in NEAREST_DTYPES.get(dtype, ()):
+        if other in measured:
+            ratio = peaks[dtype] / peaks[other] if dtype in peaks and other in peaks else 1.0
+            note = f"gemm[{dtype}]: the {other} curve x {ratio:.3g} (peaks)"
+            return Rate(measured[other].curve, sustained * ratio, "assumed", DEFAULT_ERROR_FRAC["assumed"], note)
+    if dtype in peaks:
+        flat = MonotoneTime.from_rates([1.0], [peaks[dtype]])
+        note = f"gemm[{dtype}]: no curve, {PEAK_FRAC_WITHOUT_CURVE:g} of peak"
+        return Rate(flat, PEAK_FRAC_WITHOUT_CURVE, "assumed", DEFAULT_ERROR_FRAC["assumed"], note)
+    raise InvalidInputError(
+        f"hardware {profile.name}: no GEMM rate for {dtype}, allowed: {', '.join(sorted(peaks)) or 'none'}",
+        f"add peak_flops_per_s.{dtype} or a [[gemm]] curve to the profile",
+    )
+
+
+def grouped_seconds(
+    profile: HardwareProfile, dtype: str, backend: str, shape: tuple[float, float, float], num_groups: int
+) -> tuple[float, Rate]:
+    """Seconds of ``num_groups`` GEMMs of ``shape`` (rows, cols, inner) in one call, and the rate used.
+
+    From the back end's own curve (rate by rows of a group), the one with the nearest sizes. Otherwise the groups fill
+    the machine together: the dense rate at all rows, less GROUPED_OVER_DENSE_FRAC, rows padded to whole tiles.
+    """
+    rows, cols, inner = shape
+    fitting = [curve for curve in profile.grouped_gemm if curve.dtype == dtype and curve.backend == backend]
+    if fitting:
+        curve = min(fitting, key=lambda one: _distance(one.num_experts, num_groups))
+        note = f"grouped_gemm[{dtype} {backend}]" if curve.source == "assumed" else ""
+        rate = Rate(curve.curve, profile.sustained_frac.value, curve.source, curve.error_bar_frac, note)
+        return num_groups * 2 * cols * inner * rate.curve.time_at(rows) / rate.scale_frac, rate
+    dense = dense_rate(profile, dtype)
+    note = f"grouped_gemm[{dtype} {backend}]: {GROUPED_OVER_DENSE_FRAC:g} x the dense rate at all rows"
+    rate = Rate(dense.curve, dense.scale_frac * GROUPED_OVER_DENSE_FRAC, "assumed", max(0.2, dense.error_frac), note)
+    padded = max(rows, TILE_ROWS)
+    return rate.seconds(padded * num_groups, cols, inner), rate
+
+
+def _distance(measured: int | None, wanted: int) -> float:
+    return math.inf if measured is None else abs(math.log(measured / wanted))

@@ -1,0 +1,114 @@
+"""One part's op graph, costed: when each op runs on its stream, and which seconds each family exposes.
+
+Ops of one stream run in program order; ops of different streams run side by side once what they wait for is done.
+The time of a phase is the longest path. Where the host cannot issue kernels as fast as the device runs them, the
+difference is the host's.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import networkx as nx
+import numpy as np
+from numpy.typing import NDArray
+
+from moeplan.hwprofiles.schema import HardwareProfile
+from moeplan.simulator.backward_ops import predecessors
+from moeplan.simulator.costs import cost
+from moeplan.simulator.op import Cost, Op
+from moeplan.simulator.stack_time import StackTime
+from moeplan.vocabulary import OP_FAMILIES, OpFamily
+
+Array = NDArray[np.float64]
+FAMILY_INDEX: dict[OpFamily, int] = {family: index for index, family in enumerate(OP_FAMILIES)}
+
+
+@dataclass(frozen=True, slots=True)
+class OpRun:
+    """An op with its cost and its place in the phase."""
+
+    op: Op
+    cost: Cost
+    start_s: float
+
+    @property
+    def end_s(self) -> float:
+        return self.start_s + self.cost.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseTime:
+    """Forward or backward of one part. ``total_s`` and ``exposed_s`` are by family, in the order of OP_FAMILIES."""
+
+    seconds: float
+    total_s: Array
+    exposed_s: Array
+    runs: tuple[OpRun, ...]
+
+
+def op_graph(ops: Sequence[Op]) -> nx.DiGraph:
+    """Nodes: op names with attribute ``op``. Edges: what an op waits for, and the op before it on its stream."""
+    graph = nx.DiGraph()
+    last_of_stream: dict[str, str] = {}
+    waits = predecessors(ops)
+    for op in ops:
+        graph.add_node(op.name, op=op)
+        for earlier in waits[op.name]:
+            graph.add_edge(earlier, op.name)
+        if op.stream in last_of_stream:
+            graph.add_edge(last_of_stream[op.stream], op.name)
+        last_of_stream[op.stream] = op.name
+    return graph
+
+
+def phase_time(ops: Sequence[Op], profile: HardwareProfile, stack: StackTime) -> PhaseTime:
+    """Cost every op, run the graph as early as it can, and say who exposes what.
+
+    Exposed: all of the compute stream, and of other streams what runs while the compute stream waits. The exposed
+    seconds, the host's included, add up to the phase.
+    """
+    graph = op_graph(ops)
+    runs: dict[str, OpRun] = {}
+    for name in nx.topological_sort(graph):
+        op: Op = graph.nodes[name]["op"]
+        start = max((runs[before].end_s for before in graph.predecessors(name)), default=0.0)
+        runs[name] = OpRun(op, cost(op, profile), start)
+    ordered = tuple(sorted(runs.values(), key=lambda run: (run.start_s, run.end_s)))
+    device_s = max((run.end_s for run in ordered), default=0.0)
+    total, exposed = np.zeros(len(OP_FAMILIES)), np.zeros(len(OP_FAMILIES))
+    for run in ordered:
+        total[FAMILY_INDEX[run.op.family]] += run.cost.seconds
+    for family, seconds in _exposed(ordered):
+        exposed[FAMILY_INDEX[family]] += seconds
+    host_s = host_seconds(ops, profile, stack)
+    host = FAMILY_INDEX["host"]
+    total[host] = exposed[host] = max(0.0, host_s - device_s)
+    return PhaseTime(max(device_s, host_s), total, exposed, ordered)
+
+
+def host_seconds(ops: Sequence[Op], profile: HardwareProfile, stack: StackTime) -> float:
+    """Host time to issue the kernels that no CUDA graph issues."""
+    if "all" in stack.graph_scopes:
+        return 0.0
+    eager = sum(op.num_kernels for op in ops if op.scope not in stack.graph_scopes)
+    return eager * stack.launches_per_op.value * profile.launch_s.value
+
+
+def _exposed(runs: Sequence[OpRun]) -> list[tuple[OpFamily, float]]:
+    """Seconds by family that lengthen the phase: compute as it is, others where compute waits, each instant once."""
+    found = [(run.op.family, run.cost.seconds) for run in runs if run.op.stream == "compute"]
+    compute = sorted((run.start_s, run.end_s) for run in runs if run.op.stream == "compute")
+    covered_until = 0.0
+    gaps: list[tuple[float, float]] = []
+    for start, end in [*compute, (max((run.end_s for run in runs), default=0.0), 0.0)]:
+        if start > covered_until:
+            gaps.append((covered_until, start))
+        covered_until = max(covered_until, end)
+    for gap_start, gap_end in gaps:
+        reached = gap_start
+        for run in runs:
+            if run.op.stream != "compute" and run.end_s > reached and run.start_s < gap_end:
+                end = min(run.end_s, gap_end)
+                found.append((run.op.family, end - max(reached, run.start_s)))
+                reached = end
+    return found

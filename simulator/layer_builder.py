@@ -1,0 +1,118 @@
+"""Makers of ops with the sizes of one layer on one rank. T tokens, h hidden size, f MLP width."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from moeplan.model_spec import ModelSpec
+from moeplan.simulator.op import GraphScope, Op, Segment
+from moeplan.simulator.op_shapes import OpShape
+from moeplan.simulator.stack import SoftwareStack
+from moeplan.vocabulary import OpFamily, RecomputeModule
+
+# Bytes a backward element-wise kernel moves over those of its forward: a norm reads x and dy and writes dx (3 over 2);
+# SwiGLU reads 2f + f and writes 2f (5 over 3).
+NORM_BACKWARD, ACTIVATION_BACKWARD = 1.5, 5 / 3
+
+
+@dataclass(frozen=True, slots=True)
+class LayerBuilder:
+    """Makes ops of one shape; the methods below add the defaults that most ops of a kind share."""
+
+    model: ModelSpec
+    shape: OpShape
+    stack: SoftwareStack
+
+    def gemm(
+        self,
+        name: str,
+        sizes: tuple[float, float, float],
+        family: OpFamily = "dense_gemm",
+        *,
+        plain: bool = False,
+        segment: Segment = "before",
+        scope: GraphScope = "attention",
+        modules: Sequence[RecomputeModule] = (),
+        after: tuple[str, ...] | None = None,
+    ) -> Op:
+        """One linear layer: rows x inner by inner x cols; ``plain`` keeps it out of low precision."""
+        rows, cols, inner = sizes
+        low = self.shape.format.quantized_bytes
+        in_bytes = self.shape.element_bytes if plain or low is None else low
+        return Op(
+            name=name,
+            kind="gemm",
+            family=family,
+            dtype=self.shape.plain_dtype if plain else self.shape.format.gemm_dtype,
+            rows=rows,
+            cols=cols,
+            inner=inner,
+            flops=2 * rows * cols * inner,
+            hbm_bytes=(rows + cols) * inner * in_bytes + rows * cols * self.shape.element_bytes,
+            segment=segment,
+            scope=scope,
+            modules=frozenset(modules),
+            after=after,
+        )
+
+    def memory(
+        self,
+        name: str,
+        elements: float,
+        backward_frac: float,
+        family: OpFamily = "elementwise",
+        *,
+        segment: Segment = "before",
+        scope: GraphScope = "attention",
+        modules: Sequence[RecomputeModule] = (),
+        after: tuple[str, ...] | None = None,
+    ) -> Op:
+        """An element-wise kernel that moves ``elements`` activation elements, ``backward_frac`` as many backward."""
+        num_bytes = elements * self.shape.element_bytes
+        return Op(
+            name=name,
+            kind="memory",
+            family=family,
+            hbm_bytes=num_bytes,
+            backward_hbm_bytes=num_bytes * backward_frac,
+            segment=segment,
+            scope=scope,
+            modules=frozenset(modules),
+            after=after,
+        )
+
+    def quantize(self, name: str, elements: float, family: OpFamily, segment: Segment, scope: GraphScope) -> list[Op]:
+        """The copies a quantized GEMM's input needs beyond what measured rates include; none in plain formats."""
+        num_bytes = elements * self.stack.time.quantize_bytes_per_element.value
+        if self.shape.format.quantized_bytes is None or num_bytes == 0:
+            return []
+        return [
+            Op(
+                name=name,
+                kind="memory",
+                family=family,
+                hbm_bytes=num_bytes,
+                backward_hbm_bytes=num_bytes,
+                segment=segment,
+                scope=scope,
+            )
+        ]
+
+    def tp_collective(
+        self, kind: Literal["all_gather", "reduce_scatter"], name: str, width: float, scope: GraphScope = "attention"
+    ) -> list[Op]:
+        """All-gather or reduce-scatter of gathered tokens x ``width`` over the tp group; none where tp is 1."""
+        if self.shape.tp == 1:
+            return []
+        num_bytes = self.shape.gathered_tokens * width * self.shape.element_bytes
+        return [
+            Op(
+                name=name,
+                kind=kind,
+                family="tp_comm",
+                stream="tp",
+                comm_bytes=num_bytes,
+                group=self.shape.tp_group,
+                scope=scope,
+            )
+        ]

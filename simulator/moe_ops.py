@@ -1,0 +1,186 @@
+"""Forward ops of the Mixture-of-Experts block: shared expert, router, permute, exchange, grouped GEMMs (report 2.2)."""
+
+from moeplan.model_spec import Moe
+from moeplan.simulator.dispatch import exchange_bytes, expected_distinct_bins
+from moeplan.simulator.layer_builder import ACTIVATION_BACKWARD, NORM_BACKWARD, LayerBuilder
+from moeplan.simulator.op import Op, Segment
+from moeplan.vocabulary import RecomputeModule
+
+
+def _shared_expert(build: LayerBuilder, moe: Moe) -> list[Op]:
+    if not moe.shared_ffn_size:
+        return []
+    model, shape = build.model, build.shape
+    hidden, tokens = model.hidden_size, shape.gathered_tokens
+    width, gates = moe.shared_ffn_size / shape.tp, model.mlp_matrices - 1
+    modules: tuple[RecomputeModule, ...] = ("shared_experts", "moe")
+    return [
+        *build.tp_collective("all_gather", "shared_all_gather", hidden, "router"),
+        *build.quantize("shared.quantize", tokens * (hidden + width), "elementwise", "before", "router"),
+        build.gemm("shared_fc1", (tokens, gates * width, hidden), scope="router", modules=modules),
+        build.memory("shared_act", (gates + 1) * tokens * width, ACTIVATION_BACKWARD, scope="router", modules=modules),
+        build.gemm("shared_fc2", (tokens, hidden, width), scope="router", modules=modules),
+        *build.tp_collective("reduce_scatter", "shared_reduce_scatter", hidden, "router"),
+    ]
+
+
+def moe_ops(build: LayerBuilder, moe: Moe) -> list[Op]:
+    """Forward ops of the Mixture-of-Experts block, its norm and residual included."""
+    model, shape, stack = build.model, build.shape, build.stack.time
+    hidden, own = model.hidden_size, shape.own_tokens
+    logits_bytes = own * moe.num_experts * 4
+    router_kernels = Op(
+        name="router",
+        kind="memory",
+        family="router",
+        # fp32 scores: written by the GEMM, read and written by scoring and top-k, read by the auxiliary loss.
+        hbm_bytes=4 * logits_bytes,
+        backward_hbm_bytes=4 * logits_bytes,
+        num_kernels=stack.router_kernels.value,
+        scope="router",
+        modules=frozenset(("moe",)),
+    )
+    return [
+        build.memory("pre_mlp_norm", 2 * own * hidden, NORM_BACKWARD, scope="router", modules=("layernorm",)),
+        *_shared_expert(build, moe),
+        build.gemm("router_proj", (own, moe.num_experts, hidden), "router", plain=True, scope="router"),
+        router_kernels,
+        *_to_experts(build, moe),
+        *_experts(build, moe),
+        *_from_experts(build, moe),
+        build.memory("moe_residual", 3 * own * hidden, 1 / 3, segment="after", scope="moe"),
+    ]
+
+
+def _exchange(build: LayerBuilder, moe: Moe, name: str, segment: Segment) -> list[Op]:
+    """Dispatch or combine; alltoall with etp > 1 adds a collective over the expert tensor-parallel group."""
+    shape, hidden = build.shape, build.model.hidden_size
+    token_bytes = hidden * shape.element_bytes
+    sent = exchange_bytes(moe, shape.own_tokens, token_bytes, shape.backend, shape.ep_group, etp=shape.etp)
+    ops = []
+    if shape.ep > 1:
+        ops.append(
+            Op(
+                name=name,
+                kind="exchange",
+                family="dispatch",
+                stream="dispatch",
+                segment=segment,
+                scope="moe",
+                comm_bytes=sent.scale_up,
+                network_bytes=sent.network,
+                backend=shape.backend,
+                group=shape.ep_group,
+                modules=frozenset(("moe",)),
+            )
+        )
+    if shape.etp > 1 and shape.backend == "alltoall":
+        gathered = shape.own_tokens * moe.top_k * shape.etp * token_bytes
+        ops.append(
+            Op(
+                name=f"{name}_etp",
+                kind="all_gather" if segment == "dispatch" else "reduce_scatter",
+                family="dispatch",
+                stream="dispatch",
+                segment=segment,
+                scope="moe",
+                comm_bytes=gathered,
+                group=shape.etp_group,
+                modules=frozenset(("moe",)),
+            )
+        )
+    return ops if segment == "dispatch" else ops[::-1]
+
+
+def _permute(build: LayerBuilder, moe: Moe, name: str, segment: Segment, *, local: bool) -> list[Op]:
+    """Gather by expert, or its inverse. ``local``: on the experts' side of the exchange."""
+    shape, stack, hidden = build.shape, build.stack.time, build.model.hidden_size
+    own, copies = shape.own_tokens, moe.top_k * shape.etp
+    if shape.backend == "alltoall":
+        if local and shape.ep in {1, moe.num_experts}:
+            return []  # already in order: one rank holds all experts, or one
+        elements = own * (2 * copies if local else 1 + moe.top_k) * hidden
+    else:
+        if not local or (stack.permute_in_dispatch and shape.backend == "hybridep"):
+            return []
+        router = moe.router
+        seen = expected_distinct_bins(moe.num_experts, moe.top_k, shape.ep, router.num_groups, router.top_groups)
+        elements = own * (seen * shape.etp + copies) * hidden
+    num_bytes = elements * shape.element_bytes
+    return [
+        Op(
+            name=name,
+            kind="gather",
+            family="permute",
+            hbm_bytes=num_bytes,
+            backward_hbm_bytes=num_bytes,
+            segment=segment,
+            scope="moe",
+            num_kernels=2,
+            modules=frozenset(("moe",)),
+        )
+    ]
+
+
+def _to_experts(build: LayerBuilder, moe: Moe) -> list[Op]:
+    return [
+        *_permute(build, moe, "permute", "before", local=False),
+        *_exchange(build, moe, "dispatch", "dispatch"),
+        *_permute(build, moe, "local_permute", "expert", local=True),
+    ]
+
+
+def _from_experts(build: LayerBuilder, moe: Moe) -> list[Op]:
+    return [
+        *_permute(build, moe, "local_unpermute", "expert", local=True),
+        *_exchange(build, moe, "combine", "combine"),
+        *_permute(build, moe, "unpermute", "after", local=False),
+    ]
+
+
+def _experts(build: LayerBuilder, moe: Moe) -> list[Op]:
+    model, shape, stack = build.model, build.shape, build.stack.time
+    rows, width = shape.expert_rows(moe), moe.expert_ffn_size / shape.etp
+    local_experts, gates = moe.num_experts // shape.ep, model.mlp_matrices - 1
+    total, hidden = rows * local_experts, model.hidden_size
+    act = build.memory(
+        "expert_act",
+        (gates + 1) * total * width,
+        ACTIVATION_BACKWARD,
+        segment="expert",
+        scope="moe",
+        modules=("moe_act", "moe"),
+    )
+    quantize = build.quantize("expert.quantize", total * (hidden + width), "permute", "expert", "moe")
+    is_fused = stack.fused_grouped_mlp and shape.format.quantized_bytes is not None
+    return [
+        *([] if is_fused else quantize),
+        _grouped_gemm(build, "expert_fc1", (rows, gates * width, hidden), local_experts),
+        *([] if is_fused else [act]),
+        _grouped_gemm(build, "expert_fc2", (rows, hidden, width), local_experts),
+    ]
+
+
+def _grouped_gemm(build: LayerBuilder, name: str, sizes: tuple[float, float, float], num_groups: int) -> Op:
+    """One grouped GEMM of the local experts: ``sizes`` are those of one expert."""
+    rows, cols, inner = sizes
+    low = build.shape.format.quantized_bytes
+    in_bytes = build.shape.element_bytes if low is None else low
+    moved = (rows + cols) * inner * in_bytes + rows * cols * build.shape.element_bytes
+    return Op(
+        name=name,
+        kind="grouped_gemm",
+        family="expert_gemm",
+        dtype=build.shape.format.gemm_dtype,
+        rows=rows,
+        cols=cols,
+        inner=inner,
+        num_groups=num_groups,
+        flops=2 * rows * cols * inner * num_groups,
+        hbm_bytes=num_groups * moved,
+        segment="expert",
+        scope="moe",
+        backend=build.stack.grouped_gemm_backend,
+        num_kernels=1 + build.stack.time.grouped_launches_per_expert.value * num_groups,
+        modules=frozenset(("moe",)),
+    )

@@ -1,0 +1,99 @@
+"""What the ops of a layer depend on, and nothing else: the key under which their costs are kept."""
+
+from dataclasses import dataclass
+from math import ceil
+from typing import Literal
+
+from moeplan.hwprofiles.schema import DispatchBackend, HardwareProfile
+from moeplan.model_spec import LayerKind, Moe
+from moeplan.point import Point
+from moeplan.simulator.op import Placement
+from moeplan.simulator.rank_groups import rank_groups
+from moeplan.simulator.stack import SoftwareStack
+from moeplan.units import DTYPE_BYTES
+from moeplan.vocabulary import PRECISIONS, Precision, PrecisionName, RecomputeModule
+
+PartKind = Literal[LayerKind, "embedding", "mtp", "loss"]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One kind of thing a stage holds. ``layer`` is any decoder layer like it: windowed ones differ from others."""
+
+    kind: PartKind
+    layer: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class OpShape:
+    """Sizes of one micro-batch on one rank."""
+
+    mbs: int
+    seq_len: int
+    tp: int
+    cp: int
+    etp: int
+    ep: int
+    precision: PrecisionName
+    recompute: tuple[RecomputeModule, ...]
+    grad_dtype: str
+    backend: DispatchBackend
+    tp_group: Placement
+    cp_group: Placement
+    ep_group: Placement
+    etp_group: Placement
+
+    @classmethod
+    def of(cls, point: Point, stack: SoftwareStack, profile: HardwareProfile) -> "OpShape":
+        """The shape of a plan's ops."""
+        groups = rank_groups(point, profile)
+        return cls(
+            mbs=point.mbs,
+            seq_len=point.seq_len,
+            tp=point.tp,
+            cp=point.cp,
+            etp=point.etp,
+            ep=point.ep,
+            precision=point.precision,
+            recompute=point.recompute,
+            grad_dtype=point.grad_dtype,
+            backend=stack.dispatch_backend(point),
+            tp_group=groups.tp,
+            cp_group=groups.cp,
+            ep_group=groups.ep,
+            etp_group=groups.etp,
+        )
+
+    @property
+    def format(self) -> Precision:
+        """Storage and arithmetic of the plan's precision."""
+        return PRECISIONS[self.precision]
+
+    @property
+    def plain_dtype(self) -> str:
+        """Format of what stays unquantized: attention core, head, router (report section 5.2)."""
+        return "bf16" if self.format.quantized_bytes is not None else self.format.gemm_dtype
+
+    @property
+    def element_bytes(self) -> float:
+        """Bytes of an activation element outside quantized GEMMs."""
+        return self.format.activation_bytes
+
+    @property
+    def grad_bytes(self) -> float:
+        return DTYPE_BYTES[self.grad_dtype]
+
+    @property
+    def gathered_tokens(self) -> float:
+        """Tokens of one rank inside tensor-parallel regions: the sequence of its tp group."""
+        return self.mbs * self.seq_len / self.cp
+
+    @property
+    def own_tokens(self) -> float:
+        """Tokens of one rank outside tensor-parallel regions (sequence parallel)."""
+        return self.gathered_tokens / self.tp
+
+    def expert_rows(self, moe: Moe) -> float:
+        """Rows of one local expert under balance, T K EP ETP / E, padded to the precision's alignment."""
+        rows = self.own_tokens * moe.top_k * self.ep * self.etp / moe.num_experts
+        return ceil(rows / self.format.alignment) * self.format.alignment

@@ -1,0 +1,52 @@
+"""Expert-parallel overlap: a forward and an older backward run together, so that exchanges hide behind compute.
+
+The five steps of one layer pair (report section 2.5), exchange beside compute, f forward and b backward:
+1 combine of b | f before the dispatch; 2 dispatch of f | data gradients of b's experts; 3 dispatch of b | weight
+gradients of b's experts, then f's experts; 4 combine of f | data gradients of b before the dispatch; 5 - | the rest.
+"""
+
+from moeplan.hwprofiles.schema import HardwareProfile
+from moeplan.simulator.costs import dispatch_rate
+from moeplan.simulator.graph import PhaseTime
+from moeplan.simulator.op import Phase, Segment
+
+
+def hidden_seconds(forward: PhaseTime, backward: PhaseTime, sm_frac: float) -> float:
+    """Seconds a layer pair saves over running forward and backward one after the other; at least 0.
+
+    While an exchange of ``m`` seconds runs on ``sm_frac`` of the SMs, ``c`` seconds of compute advance slower by that
+    part: the step takes max(m, c + m x sm_frac).
+    """
+
+    def compute(phase: PhaseTime, segments: tuple[Segment, ...], kinds: tuple[Phase, ...]) -> float:
+        return sum(
+            run.cost.seconds
+            for run in phase.runs
+            if run.op.stream == "compute" and run.op.segment in segments and run.op.phase in kinds
+        )
+
+    def exchange(phase: PhaseTime, segment: Segment) -> float:
+        return sum(run.cost.seconds for run in phase.runs if run.op.stream == "dispatch" and run.op.segment == segment)
+
+    expert_wgrad = compute(backward, ("expert",), ("wgrad",))
+    steps = (
+        (exchange(backward, "combine"), compute(forward, ("before",), ("fwd",))),
+        (exchange(forward, "dispatch"), compute(backward, ("expert",), ("dgrad",))),
+        (exchange(backward, "dispatch"), expert_wgrad + compute(forward, ("expert",), ("fwd",))),
+        (exchange(forward, "combine"), compute(backward, ("before",), ("dgrad",))),
+    )
+    return sum(sent + done - max(sent, done + sent * sm_frac) for sent, done in steps)
+
+
+def dispatch_sm_frac(profile: HardwareProfile, backend: str) -> float:
+    """Part of the SMs a dispatcher's kernels occupy; 0 where the profile does not say."""
+    rates = [dispatch_rate(profile, backend, tier) for tier in ("scale_up", "network")]
+    num_sms = max((rate.num_sms for rate in rates if rate is not None), default=0)
+    return num_sms / profile.num_sms.value if profile.num_sms is not None else 0.0
+
+
+def paired_frac(pp: int, vp: int, num_micro_batches: int, num_warmup: int) -> float:
+    """Part of a rank's forwards that have a backward beside them: all but the warm-up (the first one without pp)."""
+    total = num_micro_batches * vp
+    alone = 1 if pp == 1 else min(total, num_warmup + 1)
+    return (total - alone) / total

@@ -1,0 +1,48 @@
+"""Predictions: step times of many candidate points for a search, and all figures of one plan."""
+
+from collections.abc import Sequence
+
+from moeplan.flops import training_flops_per_token
+from moeplan.hwprofiles.schema import HardwareProfile
+from moeplan.model_spec import ModelSpec
+from moeplan.plan import Plan
+from moeplan.point import Point
+from moeplan.results import FamilyTime, Figures
+from moeplan.simulator.memory import memory_by_rank
+from moeplan.simulator.stack import SoftwareStack
+from moeplan.simulator.step_model import StepTime, step_model
+from moeplan.vocabulary import OP_FAMILIES
+
+
+def step_times(
+    model: ModelSpec, points: Sequence[Point], stack: SoftwareStack, profile: HardwareProfile
+) -> list[StepTime]:
+    """Step time of every point, in order. Costs of layers are kept between calls with the same objects."""
+    return step_model(model, stack, profile).step_times(points)
+
+
+def predict(plan: Plan, profile: HardwareProfile, stack: SoftwareStack) -> Figures:
+    """All figures of one plan. Family seconds are means over pipeline ranks; exposed ones add up to the step."""
+    models = step_model(plan.model, stack, profile)
+    time = models.step_times([plan.point])[0]
+    doubt = models.doubt(plan.point, time)
+    memory = memory_by_rank(plan.model, plan.point, stack, profile)
+    tokens_per_s_per_gpu = plan.tokens_per_step / time.step_s / plan.num_gpus
+    return Figures(
+        kind="prediction",
+        plan_id=plan.plan_id,
+        stack=stack.name,
+        hardware=profile.name,
+        step_s=time.step_s,
+        tokens_per_s_per_gpu=tokens_per_s_per_gpu,
+        model_tflops_per_gpu=tokens_per_s_per_gpu * training_flops_per_token(plan.model, plan.seq_len) / 1e12,
+        peak_memory_bytes=max(sum(column) for column in zip(*memory.values(), strict=True)),
+        memory_bytes=memory,
+        time_s={
+            family: FamilyTime(total_s=float(time.total_s[index]), exposed_s=float(time.exposed_s[index]))
+            for index, family in enumerate(OP_FAMILIES)
+        },
+        error_bar_frac=doubt.error_bar_frac,
+        provenance={"stack": stack.source, "hardware": profile.description, **doubt.source_shares},
+        notes=doubt.notes,
+    )

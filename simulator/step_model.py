@@ -1,0 +1,281 @@
+"""Step time of plans of one model on one stack and machine; costs of parts are kept by what they depend on."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import numpy as np
+
+from moeplan.hwprofiles.schema import HardwareProfile
+from moeplan.layout import PipelineLayout
+from moeplan.model_spec import ModelSpec
+from moeplan.pipeline_order import num_warmup_forwards
+from moeplan.point import Point
+from moeplan.simulator.backward_ops import backward_ops
+from moeplan.simulator.collectives import collective_cost
+from moeplan.simulator.data_parallel import StepEnds, exposed_seconds, step_ends
+from moeplan.simulator.graph import FAMILY_INDEX, Array, PhaseTime, phase_time
+from moeplan.simulator.layer_ops import forward_ops
+from moeplan.simulator.op import Cost
+from moeplan.simulator.op_shapes import OpShape, Part
+from moeplan.simulator.overlap import dispatch_sm_frac, hidden_seconds, paired_frac
+from moeplan.simulator.rank_groups import rank_groups
+from moeplan.simulator.recurrence import PipelineTime, pipeline_time
+from moeplan.simulator.stack import SoftwareStack
+from moeplan.vocabulary import OP_FAMILIES
+
+NUM_FAMILIES = len(OP_FAMILIES)
+DISPATCH, BUBBLE = FAMILY_INDEX["dispatch"], FAMILY_INDEX["bubble"]
+PP_COMM, DP_COMM, OPTIMIZER = FAMILY_INDEX["pp_comm"], FAMILY_INDEX["dp_comm"], FAMILY_INDEX["optimizer"]
+Order = tuple[int, int, int, int | None]
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """One step of a plan.
+
+    ``total_s`` and ``exposed_s`` are by family, in the order of OP_FAMILIES, means over pipeline ranks; ``exposed_s``,
+    the bubble included, adds up to ``step_s``. ``forward_s`` and ``backward_s`` are of each stage's chunk.
+    """
+
+    step_s: float
+    total_s: Array
+    exposed_s: Array
+    forward_s: Array
+    backward_s: Array
+    send_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Doubt:
+    """How far a prediction can be trusted: its error bar, shares of its seconds by source, assumed entries used."""
+
+    error_bar_frac: float
+    source_shares: dict[str, str]
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PartTime:
+    """Forward and backward of one part, and the seconds that expert-parallel overlap hides in a pair of them."""
+
+    forward: PhaseTime
+    backward: PhaseTime
+    hidden_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunks:
+    """Durations of a plan's chunks and its family seconds of one micro-batch, (stages, ...)."""
+
+    forward_s: Array
+    backward_s: Array
+    total_s: Array
+    exposed_s: Array
+    send_s: float
+
+
+@dataclass(eq=False)
+class StepModel:
+    """Costs one model on one stack and machine. Holds caches and nothing else that changes."""
+
+    model: ModelSpec
+    stack: SoftwareStack
+    profile: HardwareProfile
+    _parts: dict[tuple[Part, OpShape], PartTime] = field(default_factory=dict)
+    _stages: dict[str, tuple[dict[Part, int], ...]] = field(default_factory=dict)
+
+    def step_times(self, points: Sequence[Point]) -> list[StepTime]:
+        """Step time of every point, in order; points of one pipeline order are evaluated together."""
+        chunks = [self._chunks(point) for point in points]
+        by_order: dict[Order, list[int]] = defaultdict(list)
+        for index, point in enumerate(points):
+            by_order[point.pp, point.vp, point.num_micro_batches, point.micro_batch_group_size].append(index)
+        results: dict[int, StepTime] = {}
+        for order, indices in by_order.items():
+            batch = [chunks[index] for index in indices]
+            forward = np.stack([one.forward_s for one in batch] * 2)
+            backward = np.stack([one.backward_s for one in batch] * 2)
+            sends = [one.send_s for one in batch]
+            # The second half travels in no time: the difference is what sends expose.
+            times = pipeline_time(order, forward, backward, np.array(sends + [0.0] * len(sends)))
+            for row, index in enumerate(indices):
+                results[index] = self._assemble(points[index], batch[row], times, row, row + len(indices))
+        return [results[index] for index in range(len(points))]
+
+    def part_time(self, part: Part, shape: OpShape) -> PartTime:
+        """Forward, backward and hidden seconds of a part."""
+        key = (part, shape)
+        if key not in self._parts:
+            ops = forward_ops(self.model, part, shape, self.stack)
+            time = self.stack.time
+            forward = phase_time(ops, self.profile, time)
+            backward = phase_time(backward_ops(ops, shape, time), self.profile, time)
+            hidden = 0.0
+            if part.kind == "moe" and shape.ep > 1 and time.ep_overlap and not {"full", "moe"} & set(shape.recompute):
+                hidden = hidden_seconds(forward, backward, dispatch_sm_frac(self.profile, shape.backend))
+            self._parts[key] = PartTime(forward, backward, hidden)
+        return self._parts[key]
+
+    def stage_parts(self, layout: str) -> tuple[dict[Part, int], ...]:
+        """Parts of every virtual stage with their counts."""
+        if layout not in self._stages:
+            self._stages[layout] = _stage_parts(self.model, layout)
+        return self._stages[layout]
+
+    def _chunks(self, point: Point) -> _Chunks:
+        shape = OpShape.of(point, self.stack, self.profile)
+        stages = self.stage_parts(point.layout)
+        parts = list(dict.fromkeys(part for stage in stages for part in stage))
+        times = [self.part_time(part, shape) for part in parts]
+        counts = np.array([[stage.get(part, 0) for part in parts] for stage in stages], dtype=float)
+        forward = counts @ np.array([one.forward.seconds for one in times])
+        backward = counts @ np.array([one.backward.seconds for one in times])
+        total = counts @ np.array([one.forward.total_s + one.backward.total_s for one in times])
+        exposed = counts @ np.array([one.forward.exposed_s + one.backward.exposed_s for one in times])
+        hidden = counts @ np.array([one.hidden_s for one in times]) * self._paired(point)
+        if hidden.any():
+            left = 1 - hidden / (forward + backward)
+            forward, backward = forward * left, backward * left
+            exposed[:, DISPATCH] -= hidden
+        tokens = point.tokens_per_rank
+        message = tokens * self.model.hidden_size * shape.element_bytes
+        send = collective_cost("send_recv", message, rank_groups(point, self.profile).pp, self.profile)
+        return _Chunks(forward, backward, total, exposed, send.seconds)
+
+    def _paired(self, point: Point) -> Array:
+        """By stage: the part of its chunks that run beside one of the other direction; 0 where overlap cannot run."""
+        num_stages = point.pp * point.vp
+        if point.pp > 1 and point.vp == 1:
+            return np.zeros(num_stages)
+        group = point.pp if point.micro_batch_group_size is None else point.micro_batch_group_size
+        fracs = [
+            paired_frac(
+                point.pp,
+                point.vp,
+                point.num_micro_batches,
+                num_warmup_forwards(point.pp, point.vp, point.num_micro_batches, group, rank),
+            )
+            for rank in range(point.pp)
+        ]
+        return np.array([fracs[stage % point.pp] for stage in range(num_stages)])
+
+    def _assemble(self, point: Point, chunks: _Chunks, times: PipelineTime, row: int, row_without: int) -> StepTime:
+        """Pipeline, then what comes once a step: the slowest rank's exposed reduction, optimizer and gathering."""
+        ends = step_ends(self.model, point, self.stack.time, self.profile)
+        gather, reduce = _exposed_ends(point, chunks, ends)
+        optimizer = np.array([end.optimizer_s for end in ends])
+        pipeline_s, finished = times.step_s[row], times.end_s[row]
+        ended = float((finished + reduce).max())
+        step_s = ended + float(gather.max()) + float(optimizer.max())
+        sends = 2 * point.num_micro_batches * (point.pp * point.vp - 1) / point.pp * chunks.send_s
+        micro_batches, pp = point.num_micro_batches, point.pp
+        total = chunks.total_s.sum(axis=0) * micro_batches / pp
+        exposed = chunks.exposed_s.sum(axis=0) * micro_batches / pp
+        total[DP_COMM] = float(np.mean([end.reduce_s + end.gather_s for end in ends]))
+        exposed[DP_COMM] = max(0.0, ended - float(pipeline_s)) + float(gather.max())
+        total[OPTIMIZER] = exposed[OPTIMIZER] = float(optimizer.mean())
+        total[PP_COMM] = sends
+        exposed[PP_COMM] = float(pipeline_s - times.step_s[row_without])
+        total[BUBBLE] = exposed[BUBBLE] = step_s - float(exposed.sum())
+        return StepTime(step_s, total, exposed, chunks.forward_s, chunks.backward_s, chunks.send_s)
+
+    def doubt(self, point: Point, time: StepTime) -> Doubt:
+        """Error bar: errors of the costs used, weighted by their seconds (one source errs the same way everywhere)."""
+        shape = OpShape.of(point, self.stack, self.profile)
+        counts: dict[Part, int] = defaultdict(int)
+        for stage in self.stage_parts(point.layout):
+            for part, count in stage.items():
+                counts[part] += count
+        weighted: list[tuple[float, Cost]] = []
+        for part, count in counts.items():
+            found = self.part_time(part, shape)
+            times = count * point.num_micro_batches / point.pp
+            weighted += [(run.cost.seconds * times, run.cost) for run in (*found.forward.runs, *found.backward.runs)]
+        for end in step_ends(self.model, point, self.stack.time, self.profile):
+            weighted += [(one.seconds / point.pp, one) for one in end.costs]
+        return _doubt(weighted)
+
+
+def _stage_parts(model: ModelSpec, layout: str) -> tuple[dict[Part, int], ...]:
+    kinds = model.layer_kinds
+    like: dict[tuple[str, bool], Part] = {}
+    stages = []
+    for stage in PipelineLayout.from_string(layout).stages:
+        counts: dict[Part, int] = defaultdict(int)
+        if stage.has_embedding:
+            counts[Part("embedding")] += 1
+        for layer in stage.layers:
+            key = (kinds[layer], model.is_windowed(layer))
+            counts[like.setdefault(key, Part(kinds[layer], layer))] += 1
+        if stage.num_mtp:
+            last = model.num_layers - 1
+            key = (model.mtp_kind, model.is_windowed(last))
+            counts[Part("mtp")] += stage.num_mtp
+            counts[like.setdefault(key, Part(model.mtp_kind, last))] += stage.num_mtp
+            counts[Part("loss")] += stage.num_mtp
+        if stage.has_loss:
+            counts[Part("loss")] += 1
+        stages.append(dict(counts))
+    return tuple(stages)
+
+
+def _exposed_ends(point: Point, chunks: _Chunks, ends: Sequence[StepEnds]) -> tuple[Array, Array]:
+    """Exposed parameter gathering and gradient reduction of every pipeline rank."""
+    by_rank = (
+        chunks.forward_s.reshape(point.vp, point.pp).sum(axis=0),
+        chunks.backward_s.reshape(point.vp, point.pp).sum(axis=0),
+    )
+    num_chunks = point.vp if point.pp > 1 else PipelineLayout.from_string(point.layout).num_layers
+    gather = [
+        exposed_seconds(end.gather_s, window, num_chunks, overlap=point.overlap_param_gather)
+        for end, window in zip(ends, by_rank[0], strict=True)
+    ]
+    reduce = [
+        exposed_seconds(end.reduce_s, window, num_chunks, overlap=point.overlap_grad_reduce)
+        for end, window in zip(ends, by_rank[1], strict=True)
+    ]
+    return np.array(gather), np.array(reduce)
+
+
+def _doubt(weighted: Sequence[tuple[float, Cost]]) -> Doubt:
+    seconds = sum(weight for weight, _ in weighted)
+    shares: dict[str, float] = defaultdict(float)
+    notes: dict[str, float] = defaultdict(float)
+    for weight, one in weighted:
+        shares[one.source] += weight / seconds
+        if one.note:
+            notes[one.note] += weight / seconds
+    error = sum(weight * one.error_frac for weight, one in weighted) / seconds
+    text = {f"{source} costs": f"{share:.1%} of busy time" for source, share in sorted(shares.items())}
+    ordered = sorted(notes.items(), key=lambda item: -item[1])
+    return Doubt(error, text, tuple(f"assumed: {note} ({share:.1%} of busy time)" for note, share in ordered))
+
+
+@lru_cache(maxsize=8)
+def _model_of(key: "_Identity") -> StepModel:
+    return StepModel(key.model, key.stack, key.profile)
+
+
+class _Identity:
+    """Three objects compared by identity: hashing whole profiles would cost more than a prediction."""
+
+    def __init__(self, model: ModelSpec, stack: SoftwareStack, profile: HardwareProfile) -> None:
+        self.model, self.stack, self.profile = model, stack, profile
+
+    def __hash__(self) -> int:
+        return hash((id(self.model), id(self.stack), id(self.profile)))
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, _Identity)
+            and self.model is other.model
+            and self.stack is other.stack
+            and self.profile is other.profile
+        )
+
+
+def step_model(model: ModelSpec, stack: SoftwareStack, profile: HardwareProfile) -> StepModel:
+    """The step model of these objects, the same one as last time."""
+    return _model_of(_Identity(model, stack, profile))
