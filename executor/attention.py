@@ -1,0 +1,185 @@
+"""Attention with heads split over tensor-parallel ranks: grouped-query and multi-head latent.
+
+Shapes: L tokens of this rank, T = B * S tokens of the tp group (B sequences of S, one after the other), H hidden,
+N heads of this rank, D width of a head.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from moeplan.executor.collectives import gather_rows
+from moeplan.executor.linear import column_linear, local_linear, row_linear
+from moeplan.executor.mesh import Group
+from moeplan.executor.parameters import ParameterTable, residual_std, split_piece
+from moeplan.executor.recompute import checkpointed, dropping_output
+from moeplan.executor.scopes import scope
+from moeplan.kernels.norm import rms_norm
+from moeplan.kernels.rotary import apply_rotary, rotary_tables
+from moeplan.model_spec import GqaAttention, MlaAttention
+from moeplan.plan import Plan
+
+Core = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def core_attention(q_BSND: Tensor, k_BSMD: Tensor, v_BSMD: Tensor, mask_SS: Tensor | None) -> Tensor:
+    """Causal attention out_BSND over M key-value heads; ``mask_SS`` (true: seen) narrows it to a window."""
+    grouped = q_BSND.shape[2] != k_BSMD.shape[2]
+    with scope("attention"):
+        out_BNSD = F.scaled_dot_product_attention(
+            q_BSND.transpose(1, 2),
+            k_BSMD.transpose(1, 2),
+            v_BSMD.transpose(1, 2),
+            attn_mask=mask_SS,
+            is_causal=mask_SS is None,
+            enable_gqa=grouped,
+        )
+    return out_BNSD.transpose(1, 2)
+
+
+def window_mask(seq_len: int, window: int, device: torch.device) -> Tensor | None:
+    """Keys each query sees: itself and the ``window`` - 1 before it. None where the window holds the sequence."""
+    if window >= seq_len:
+        return None
+    distance_SS = torch.arange(seq_len, device=device)[:, None] - torch.arange(seq_len, device=device)
+    return (distance_SS >= 0) & (distance_SS < window)
+
+
+class _AttentionBase(nn.Module):
+    """Rotary tables, the core, and the output projection: what both kinds share."""
+
+    def __init__(self, plan: Plan, layer: int, group: Group, table: ParameterTable, rotary_width: int) -> None:
+        super().__init__()
+        model = plan.model
+        attention = model.attention
+        self.group, self.seq_len, self.eps = group, plan.seq_len, model.norm_eps
+        self.num_heads = attention.num_heads // group.size
+        self.recompute_core = "core_attn" in plan.recompute
+        positions = torch.arange(plan.seq_len, device=table.device)
+        dtype = torch.promote_types(table.dtype, torch.float32)
+        self.rotary = rotary_tables(positions, rotary_width, model.rope_theta, dtype)
+        window = attention.sliding_window if model.is_windowed(layer) else None
+        self.mask_SS = window_mask(plan.seq_len, window, table.device) if window else None
+        in_width = attention.num_heads * attention.v_head_dim
+        shape = (model.hidden_size, in_width)
+        name, std = f"layers.{layer}.attention.output", residual_std(model.num_layers)
+        self.out_weight = table.add(
+            split_piece(f"{name}.weight", shape, 1, group, std=std), shape=(shape[0], in_width // group.size)
+        )
+        self.out_bias: nn.Parameter | None = None
+        if isinstance(attention, GqaAttention) and attention.out_bias:
+            self.out_bias = table.add_whole(f"{name}.bias", (model.hidden_size,), std=0.0, is_decayed=False)
+
+    def rotate(self, x_BSND: Tensor) -> Tensor:
+        with scope("elementwise"):
+            return apply_rotary(x_BSND, *self.rotary)
+
+    def core(self, q_BSND: Tensor, k_BSMD: Tensor, v_BSMD: Tensor) -> Tensor:
+        if self.recompute_core:
+            return checkpointed(core_attention, q_BSND, k_BSMD, v_BSMD, self.mask_SS)
+        return core_attention(q_BSND, k_BSMD, v_BSMD, self.mask_SS)
+
+    def project_out(self, out_BSND: Tensor) -> Tensor:
+        return row_linear(out_BSND.flatten(2).flatten(0, 1), self.out_weight, self.out_bias, self.group)
+
+
+class GroupedQueryAttention(_AttentionBase):
+    """Queries, keys and values by one fused matrix; keys and values shared by groups of heads."""
+
+    def __init__(self, plan: Plan, layer: int, group: Group, table: ParameterTable, attention: GqaAttention) -> None:
+        super().__init__(plan, layer, group, table, attention.head_dim)
+        self.head_dim, self.num_kv_heads = attention.head_dim, attention.num_kv_heads // group.size
+        hidden, name = plan.model.hidden_size, f"layers.{layer}.attention"
+        heads = {"query": attention.num_heads, "key": attention.num_kv_heads, "value": attention.num_kv_heads}
+        pieces, biases, start = [], [], 0
+        for part, num in heads.items():
+            rows = num * attention.head_dim
+            pieces.append(split_piece(f"{name}.{part}.weight", (rows, hidden), 0, group, start=start))
+            biases.append(split_piece(f"{name}.{part}.bias", (rows,), 0, group, start=start, std=0.0))
+            start += rows // group.size
+        self.qkv_weight = table.add(*pieces, shape=(start, hidden))
+        self.qkv_bias = table.add(*biases, shape=(start,), is_decayed=False) if attention.qkv_bias else None
+        self.q_norm = table.add_norm(f"{name}.query_norm.weight", attention.head_dim) if attention.qk_norm else None
+        self.k_norm = table.add_norm(f"{name}.key_norm.weight", attention.head_dim) if attention.qk_norm else None
+
+    def forward(self, x_LH: Tensor) -> Tensor:
+        """Attention's addition to the residual stream of this rank's tokens."""
+        qkv_TO = column_linear(x_LH, self.qkv_weight, self.qkv_bias, self.group)
+        heads_BSMD = qkv_TO.view(-1, self.seq_len, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
+        q_BSND, k_BSMD, v_BSMD = heads_BSMD.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], 2)
+        with scope("elementwise"):
+            if self.q_norm is not None and self.k_norm is not None:
+                q_BSND, k_BSMD = rms_norm(q_BSND, self.q_norm, self.eps), rms_norm(k_BSMD, self.k_norm, self.eps)
+        return self.project_out(self.core(self.rotate(q_BSND), self.rotate(k_BSMD), v_BSMD))
+
+
+class LatentAttention(_AttentionBase):
+    """Low-rank queries and keys-values; each rank expands the latents to its own heads (DeepSeek-V2).
+
+    The projections down are replicated and work on the rank's own tokens, so only latents are gathered.
+    """
+
+    def __init__(self, plan: Plan, layer: int, group: Group, table: ParameterTable, attention: MlaAttention) -> None:
+        super().__init__(plan, layer, group, table, attention.qk_rope_head_dim)
+        self.spec, self.recompute_up = attention, "mla_up_proj" in plan.recompute
+        hidden, name = plan.model.hidden_size, f"layers.{layer}.attention"
+        q_rank, kv_rank = attention.q_lora_rank, attention.kv_lora_rank
+        q_rows = attention.num_heads * attention.qk_head_dim
+        kv_rows = attention.num_heads * (attention.qk_nope_head_dim + attention.v_head_dim)
+        down_width = kv_rank + attention.qk_rope_head_dim
+        self.q_down = table.add_whole(f"{name}.query_down.weight", (q_rank, hidden)) if q_rank else None
+        self.q_norm = table.add_norm(f"{name}.query_norm.weight", q_rank) if q_rank else None
+        self.q_up = self._split_rows(table, f"{name}.query_up.weight", q_rows, q_rank or hidden)
+        self.kv_down = table.add_whole(f"{name}.key_value_down.weight", (down_width, hidden))
+        self.kv_norm = table.add_norm(f"{name}.key_value_norm.weight", kv_rank)
+        self.kv_up = self._split_rows(table, f"{name}.key_value_up.weight", kv_rows, kv_rank)
+
+    def _split_rows(self, table: ParameterTable, name: str, rows: int, width: int) -> nn.Parameter:
+        piece = split_piece(name, (rows, width), 0, self.group)
+        return table.add(piece, shape=(rows // self.group.size, width))
+
+    def forward(self, x_LH: Tensor) -> Tensor:
+        """Attention's addition to the residual stream of this rank's tokens."""
+        q_latent_LI = x_LH
+        if self.q_down is not None and self.q_norm is not None:
+            q_latent_LI = self._norm(local_linear(x_LH, self.q_down), self.q_norm)
+        down_LI = local_linear(x_LH, self.kv_down)
+        kv_latent_LI, k_rope_LD = down_LI.split([self.spec.kv_lora_rank, self.spec.qk_rope_head_dim], 1)
+        kv_latent_LI = self._norm(kv_latent_LI, self.kv_norm)
+        latents = (q_latent_LI, kv_latent_LI, k_rope_LD)
+        if self.recompute_up:
+            return dropping_output(self._expand, latents, self._finish)
+        return self._finish(*self._expand(*latents))
+
+    def _norm(self, x_LI: Tensor, weight_I: Tensor) -> Tensor:
+        with scope("elementwise"):
+            return rms_norm(x_LI, weight_I, self.eps)
+
+    def _expand(self, q_latent_LI: Tensor, kv_latent_LI: Tensor, k_rope_LD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of this rank's heads from the latents of this rank's tokens."""
+        spec, shape = self.spec, (-1, self.seq_len, self.num_heads)
+        nope, rope = spec.qk_nope_head_dim, spec.qk_rope_head_dim
+        q_BSND = column_linear(q_latent_LI, self.q_up, None, self.group).view(*shape, nope + rope)
+        kv_BSND = column_linear(kv_latent_LI, self.kv_up, None, self.group).view(*shape, nope + spec.v_head_dim)
+        k_rope_BS1D = self.rotate(gather_rows(k_rope_LD, self.group).reshape(-1, self.seq_len, 1, rope))
+        q_nope_BSND, q_rope_BSND = q_BSND.split([nope, rope], 3)
+        k_nope_BSND, v_BSND = kv_BSND.split([nope, spec.v_head_dim], 3)
+        with scope("elementwise"):
+            q_BSND = torch.cat([q_nope_BSND, self.rotate(q_rope_BSND)], 3)
+            k_BSND = torch.cat([k_nope_BSND, k_rope_BS1D.expand(-1, -1, self.num_heads, -1)], 3)
+        return q_BSND, k_BSND, v_BSND
+
+    def _finish(self, q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor) -> Tensor:
+        return self.project_out(self.core(q_BSND, k_BSND, v_BSND))
+
+
+def build_attention(
+    plan: Plan, layer: int, group: Group, table: ParameterTable
+) -> GroupedQueryAttention | LatentAttention:
+    """The attention block of decoder layer ``layer``."""
+    attention = plan.model.attention
+    if isinstance(attention, MlaAttention):
+        return LatentAttention(plan, layer, group, table, attention)
+    return GroupedQueryAttention(plan, layer, group, table, attention)

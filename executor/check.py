@@ -1,0 +1,86 @@
+"""What the executor cannot run, said before anything starts. Imports no torch, so that planning can ask too."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from moeplan.errors import InvalidInputError
+from moeplan.model_spec import GqaAttention, ModelSpec
+from moeplan.plan import Plan
+from moeplan.run_config import RunConfig
+
+# Bytes a token id takes in a flat file.
+_ID_BYTES = {"uint8": 1, "uint16": 2, "uint32": 4}
+
+
+def check_supported(plan: Plan) -> None:
+    """Raise InvalidInputError naming the first key of the plan that the native executor does not run."""
+    for key, got, allowed, hint in (*_plan_limits(plan), *_model_limits(plan.model, plan.tp)):
+        raise InvalidInputError(f"{key}: got {got}, the native executor runs {allowed}", hint)
+
+
+def _plan_limits(plan: Plan) -> Iterator[tuple[str, object, str, str]]:
+    if plan.pp > 1:
+        yield "pp", plan.pp, "pp 1", "spread the ranks over dp and ep; pipelines can be predicted, not run"
+    if plan.cp > 1:
+        yield "cp", plan.cp, "cp 1", "use tp to split the sequence"
+    if plan.precision not in ("fp64", "fp32", "bf16"):
+        yield "precision", plan.precision, "fp64, fp32 and bf16", "use bf16 on a GPU or fp32 on a CPU"
+    if plan.precision != "fp64" and plan.moment_dtype != "fp32":
+        yield "moment_dtype", plan.moment_dtype, "fp32 Adam moments (fp64 with precision fp64)", "use fp32"
+    if plan.dispatcher != "alltoall":
+        yield "dispatcher", plan.dispatcher, "alltoall", "set dispatcher = 'alltoall'"
+
+
+def _model_limits(model: ModelSpec, tp: int) -> Iterator[tuple[str, object, str, str]]:
+    attention, moe = model.attention, model.moe
+    if model.num_mtp_layers:
+        yield "model.num_mtp_layers", model.num_mtp_layers, "models without MTP", "set num_mtp_layers = 0"
+    if isinstance(attention, GqaAttention) and attention.sinks:
+        yield "model.attention.sinks", "true", "attention without sinks", "set sinks = false"
+    if moe is not None and moe.mlp_bias:
+        yield "model.moe.mlp_bias", "true", "experts without biases", "set mlp_bias = false"
+    if moe is not None and moe.router.aux_loss == "global_aux_loss":
+        allowed = "none, aux_loss and seq_aux_loss"
+        yield "model.moe.router.aux_loss", moe.router.aux_loss, allowed, "use aux_loss, over one micro-batch"
+    if model.vocab_size % tp:
+        yield "model.vocab_size", model.vocab_size, f"multiples of tp {tp}", "pad the vocabulary, or lower tp"
+
+
+def check_run(run: RunConfig) -> None:
+    """Raise InvalidInputError unless steps are left to time between warm-up and profiling."""
+    spent = run.warmup_steps_untimed + run.profile_steps
+    if run.steps <= spent:
+        raise InvalidInputError(
+            f"steps: got {run.steps}, allowed: more than warmup_steps_untimed {run.warmup_steps_untimed} + "
+            f"profile_steps {run.profile_steps} = {spent}",
+            "raise steps, or lower the other two",
+        )
+
+
+def check_world(plan: Plan, num_processes: int) -> None:
+    """Raise InvalidInputError unless there is one process for each GPU of the plan."""
+    if num_processes != plan.num_gpus:
+        raise InvalidInputError(
+            f"{num_processes} processes for a plan of {plan.num_gpus} GPUs, allowed: exactly {plan.num_gpus}",
+            f"start {plan.num_gpus} processes, or search a plan for {num_processes}",
+        )
+
+
+def check_data_file(run: RunConfig, seq_len: int) -> None:
+    """Raise InvalidInputError where the run's token file is missing, broken off or shorter than one sequence."""
+    if not run.data:
+        return
+    path, width_bytes = Path(run.data), _ID_BYTES[run.data_dtype]
+    if not path.is_file():
+        raise InvalidInputError(f"data: file not found: {path}", "give a flat file of token ids, or leave data out")
+    size_bytes = path.stat().st_size
+    if size_bytes % width_bytes:
+        raise InvalidInputError(
+            f"data {path}: {size_bytes} bytes, allowed: a multiple of {width_bytes} for ids of {run.data_dtype}",
+            "check data_dtype, and that the file was written to its end",
+        )
+    if size_bytes // width_bytes <= seq_len:
+        raise InvalidInputError(
+            f"data {path}: {size_bytes // width_bytes} tokens, allowed: at least seq_len + 1 = {seq_len + 1}",
+            "give more data, or a shorter sequence",
+        )

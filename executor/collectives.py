@@ -1,0 +1,168 @@
+"""Collectives with gradients, along the first dimension of a tensor. A group of one rank returns its input.
+
+Tensor parallel with sequence parallel: gather_rows before a column-parallel matrix, scatter_rows after a row-parallel
+one, each the other's gradient. Experts: exchange_rows over ep, gather_uneven_rows and scatter_uneven_rows over etp.
+"""
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Function
+
+from moeplan.executor.mesh import Group
+from moeplan.executor.scopes import scope
+from moeplan.vocabulary import OpFamily
+
+# torch 2.13 renames these two and warns of the old names; 2.11 and 2.12 have only those.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def all_reduce(x: Tensor, group: Group) -> Tensor:
+    """Sum over the group, in place; no gradient."""
+    if group.size > 1:
+        dist.all_reduce(x, group=group.process_group)
+    return x
+
+
+def all_gather_into(whole: Tensor, part: Tensor, group: Group) -> None:
+    """Fill ``whole`` with the parts of every rank, in rank order. Groups of more than one."""
+    _all_gather(whole, part, group=group.process_group)
+
+
+def all_gather_raw(x: Tensor, group: Group) -> Tensor:
+    """Rows of every rank, in rank order; no gradient. All ranks bring equally many."""
+    if group.size == 1:
+        return x
+    whole = x.new_empty((x.shape[0] * group.size, *x.shape[1:]))
+    all_gather_into(whole, x.contiguous(), group)
+    return whole
+
+
+def reduce_scatter_raw(x: Tensor, group: Group) -> Tensor:
+    """This rank's part of the rows of the sum over the group; no gradient. Rows divide by the group's size."""
+    if group.size == 1:
+        return x
+    part = x.new_empty((x.shape[0] // group.size, *x.shape[1:]))
+    _reduce_scatter(part, x.contiguous(), group=group.process_group)
+    return part
+
+
+class _GatherRows(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        with scope("tp_comm"):
+            return all_gather_raw(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        with scope("tp_comm"):
+            return reduce_scatter_raw(grads[0], ctx.group), None
+
+
+class _ScatterRows(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        with scope("tp_comm"):
+            return reduce_scatter_raw(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        with scope("tp_comm"):
+            return all_gather_raw(grads[0], ctx.group), None
+
+
+def gather_rows(x: Tensor, group: Group) -> Tensor:
+    """All-gather along dim 0; the gradient is summed and scattered."""
+    return x if group.size == 1 else cast("Tensor", _GatherRows.apply(x, group))
+
+
+def scatter_rows(x: Tensor, group: Group) -> Tensor:
+    """Reduce-scatter along dim 0; the gradient is gathered."""
+    return x if group.size == 1 else cast("Tensor", _ScatterRows.apply(x, group))
+
+
+def exchange_raw(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Tensor:
+    """All-to-all of rows: ``send[i]`` go to rank i of the group, ``receive[i]`` come from it; no gradient."""
+    if group.size == 1:
+        return x
+    received = x.new_empty((sum(receive), *x.shape[1:]))
+    dist.all_to_all_single(received, x.contiguous(), list(receive), list(send), group=group.process_group)
+    return received
+
+
+class _ExchangeRows(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Tensor:
+        ctx.routes = (receive, send, group)
+        with scope("dispatch"):
+            return exchange_raw(x, send, receive, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        with scope("dispatch"):
+            return exchange_raw(grads[0], *ctx.routes), None, None, None
+
+
+def exchange_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Tensor:
+    """As :func:`exchange_raw`, with a gradient that goes back the same way."""
+    return x if group.size == 1 else cast("Tensor", _ExchangeRows.apply(x, send, receive, group))
+
+
+def _pad_rows(x: Tensor, rows: int) -> Tensor:
+    return x if x.shape[0] == rows else torch.cat([x, x.new_zeros((rows - x.shape[0], *x.shape[1:]))])
+
+
+def _gather_uneven_raw(x: Tensor, sizes: Sequence[int], group: Group) -> Tensor:
+    """Rows of every rank, in rank order. Padded to the largest, because gloo gathers equal shares only."""
+    most = max(sizes)
+    whole = all_gather_raw(_pad_rows(x, most), group)
+    return torch.cat([whole[most * rank : most * rank + size] for rank, size in enumerate(sizes)])
+
+
+def _scatter_uneven_raw(x: Tensor, sizes: Sequence[int], group: Group) -> Tensor:
+    """This rank's ``sizes[index]`` rows of the sum over the group."""
+    most = max(sizes)
+    padded = torch.cat([_pad_rows(part, most) for part in x.split(list(sizes))])
+    return reduce_scatter_raw(padded, group)[: sizes[group.index]]
+
+
+class _GatherUnevenRows(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sizes: Sequence[int], group: Group, family: OpFamily) -> Tensor:
+        ctx.sizes, ctx.group, ctx.family = sizes, group, family
+        with scope(family):
+            return _gather_uneven_raw(x, sizes, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        with scope(ctx.family):
+            return _scatter_uneven_raw(grads[0], ctx.sizes, ctx.group), None, None, None
+
+
+class _ScatterUnevenRows(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sizes: Sequence[int], group: Group, family: OpFamily) -> Tensor:
+        ctx.sizes, ctx.group, ctx.family = sizes, group, family
+        with scope(family):
+            return _scatter_uneven_raw(x, sizes, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        with scope(ctx.family):
+            return _gather_uneven_raw(grads[0], ctx.sizes, ctx.group), None, None, None
+
+
+def gather_uneven_rows(x: Tensor, sizes: Sequence[int], group: Group, family: OpFamily = "dispatch") -> Tensor:
+    """All-gather of ``sizes[i]`` rows from rank i of the group; the gradient is summed and scattered."""
+    return x if group.size == 1 else cast("Tensor", _GatherUnevenRows.apply(x, sizes, group, family))
+
+
+def scatter_uneven_rows(x: Tensor, sizes: Sequence[int], group: Group, family: OpFamily = "dispatch") -> Tensor:
+    """Sum over the group, of which rank i keeps its ``sizes[i]`` rows; the gradient is gathered."""
+    return x if group.size == 1 else cast("Tensor", _ScatterUnevenRows.apply(x, sizes, group, family))

@@ -1,0 +1,64 @@
+"""How a worker that fails tells its launcher why: one small file a rank in a folder of the run."""
+
+import json
+import os
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from moeplan.files import write_text_atomically
+
+RUN_FOLDER_VARIABLE = "MOEPLAN_RUN_FOLDER"
+LAUNCHER_VARIABLE = "MOEPLAN_LAUNCHER_PID"
+
+# Known: a message for the user. Unexpected: our fault. Lost peer: another rank ended first, so its reason counts.
+FailureKind = Literal["known", "unexpected", "lost_peer"]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a rank ended. ``details`` is the traceback of an unexpected failure."""
+
+    rank: int
+    kind: FailureKind
+    message: str
+    hint: str
+    exit_code: int
+    time_s: float
+    details: str = ""
+
+
+def write_failure(failure: Failure) -> bool:
+    """Leave the failure where the launcher looks; False where no launcher said where."""
+    folder = os.environ.get(RUN_FOLDER_VARIABLE)
+    if not folder or not Path(folder).is_dir():
+        return False
+    write_text_atomically(Path(folder) / f"rank{failure.rank}.json", json.dumps(asdict(failure)))
+    return True
+
+
+def read_failures(folder: Path) -> list[Failure]:
+    """Failures left in the folder, those that tell most first, then by time."""
+    order: tuple[FailureKind, ...] = ("known", "unexpected", "lost_peer")
+    found = [Failure(**json.loads(path.read_text(encoding="utf-8"))) for path in folder.glob("rank*.json")]
+    return sorted(found, key=lambda failure: (order.index(failure.kind), failure.time_s))
+
+
+def write_process_id(rank: int) -> None:
+    """Let the launcher know this process, so that it can end it whatever happens in between."""
+    folder = os.environ.get(RUN_FOLDER_VARIABLE)
+    if folder and Path(folder).is_dir():
+        write_text_atomically(Path(folder) / f"rank{rank}.pid", str(os.getpid()))
+
+
+def read_process_ids(folder: Path) -> dict[int, int]:
+    """Process id by rank."""
+    return {
+        int(path.stem.removeprefix("rank")): int(path.read_text(encoding="utf-8")) for path in folder.glob("rank*.pid")
+    }
+
+
+def now_s() -> float:
+    """Seconds since the epoch, to order failures of one host."""
+    return time.time()

@@ -1,0 +1,186 @@
+"""Starting the ranks of a run on this host, passing on their progress, and leaving no process behind."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+
+import moeplan
+from moeplan.errors import InvalidInputError, MoeplanError, RunFailedError
+from moeplan.executor.check import check_data_file, check_run, check_supported, check_world
+from moeplan.executor.failure import LAUNCHER_VARIABLE, RUN_FOLDER_VARIABLE, Failure, read_failures, read_process_ids
+from moeplan.files import read_toml, validate
+from moeplan.plan import Plan
+from moeplan.run_config import RunConfig
+
+# Workers end at SIGTERM at once; whatever is left after this long is killed.
+_GRACE_S = 5.0
+_TAIL_LINES = 20
+# How torchrun's report names a rank that a signal ended: "rank : 2 (local_rank: 2)", then "exitcode : -9 (pid: 7)".
+_REPORTED = re.compile(r"rank\s*:\s*(\d+) \(local_rank[^\n]*\n\s*exitcode\s*:\s*(-?\d+)")
+_PROGRESS_PREFIX = "step "
+
+
+class _StoppedError(Exception):
+    """A signal asked this process to end the run."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.name = signal.Signals(number).name
+
+
+def launch(
+    plan_path: Path,
+    run_path: Path | None,
+    out_path: Path,
+    num_processes: int,
+    report: Callable[[str], None] | None = None,
+) -> None:
+    """Train the plan with ``num_processes`` ranks on this host; the measurement is written to ``out_path``.
+
+    ``report`` gets one line a step (default: stderr). Raises InvalidInputError before anything starts where plan, run
+    or data cannot work, and RunFailedError naming the rank where one fails or is killed, or at SIGINT or SIGTERM;
+    by then no process is left.
+    """
+    plan = validate(Plan, read_toml(plan_path), str(plan_path))
+    run = validate(RunConfig, read_toml(run_path), str(run_path)) if run_path else RunConfig()
+    check_world(plan, num_processes)
+    check_supported(plan)
+    check_run(run)
+    check_data_file(run, plan.seq_len)
+    with tempfile.TemporaryDirectory(prefix="moeplan-run-") as name:
+        folder = Path(name)
+        process = _start(plan_path, run_path, out_path, num_processes, folder)
+        _follow(process, folder, report or _to_stderr)
+
+
+def _start(
+    plan_path: Path, run_path: Path | None, out_path: Path, num_processes: int, folder: Path
+) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
+    command += [f"--nproc-per-node={num_processes}", "-m", "moeplan.executor.worker", str(plan_path)]
+    command += ["--out", str(out_path)]
+    if run_path is not None:
+        command += ["--run-config", str(run_path)]
+    threads = max(1, len(os.sched_getaffinity(0)) // num_processes)
+    # A checkout runs uninstalled, from any folder.
+    path = os.pathsep.join(filter(None, [str(Path(moeplan.__file__).parents[1]), os.environ.get("PYTHONPATH")]))
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": str(threads),
+        "PYTHONPATH": path,
+        RUN_FOLDER_VARIABLE: str(folder),
+        LAUNCHER_VARIABLE: str(os.getpid()),
+    }
+    return subprocess.Popen(
+        command,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,  # Ctrl-C reaches this process alone, which then ends the others in order
+    )
+
+
+def _follow(process: "subprocess.Popen[str]", folder: Path, report: Callable[[str], None]) -> None:
+    """Pass progress on until the run has ended, and raise what went wrong."""
+    assert process.stderr is not None
+    log: deque[str] = deque(maxlen=2000)
+    progress = "before the first step"
+    try:
+        with _signals_raise():
+            for line in process.stderr:
+                if line.startswith(_PROGRESS_PREFIX):
+                    progress = f"after {line.split('  ')[0]}"
+                    report(line.rstrip("\n"))
+                else:
+                    log.append(line)
+            exit_code = process.wait()
+    except _StoppedError as stopped:
+        raise RunFailedError(
+            f"the run was stopped by {stopped.name} {progress}", "run it again to start over"
+        ) from None
+    finally:
+        _end(process, folder)
+    if exit_code:
+        raise _failure_of(folder, "".join(log), progress)
+
+
+def _failure_of(folder: Path, log: str, progress: str) -> MoeplanError:
+    """The one error that tells best why the run failed: a rank's own words, else the signal that ended one."""
+    failures = read_failures(folder)
+    killed = [(int(rank), -int(code)) for rank, code in _REPORTED.findall(log) if int(code) < 0]
+    if failures and failures[0].kind == "known":
+        return _raised_by(failures[0])
+    if killed:
+        rank, number = killed[0]
+        hint = "it may have run out of memory: look at the kernel's log" if number == signal.SIGKILL else ""
+        return RunFailedError(f"rank {rank} was killed by {signal.Signals(number).name} {progress}", hint)
+    if failures:
+        return _raised_by(failures[0])
+    tail = "\n".join(log.splitlines()[-_TAIL_LINES:])
+    return RunFailedError(f"the run failed {progress} and no rank said why", f"the end of its log:\n{tail}")
+
+
+def _raised_by(failure: Failure) -> MoeplanError:
+    kind = InvalidInputError if failure.exit_code == InvalidInputError.exit_code else RunFailedError
+    details = f"\n{failure.details}" if failure.details else ""
+    return kind(failure.message, failure.hint + details)
+
+
+def _end(process: "subprocess.Popen[str]", folder: Path) -> None:
+    """Leave no process: ask torchrun to end its workers, then kill what is left."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_GRACE_S)
+    if process.poll() is None:
+        _kill_group(process.pid)
+        process.wait()
+    workers = read_process_ids(folder).values()
+    for worker in workers:
+        _kill_group(worker)  # torchrun gives each worker a session of its own
+    deadline_s = time.monotonic() + _GRACE_S
+    while any(Path(f"/proc/{worker}").exists() for worker in workers) and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+    if process.stderr is not None:
+        process.stderr.close()
+
+
+def _kill_group(leader: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signal.SIGKILL)
+
+
+@contextmanager
+def _signals_raise() -> Iterator[None]:
+    """SIGINT and SIGTERM raise where this process waits; only a main thread may ask for that, others get nothing."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, _frame: FrameType | None) -> None:
+        raise _StoppedError(number)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _to_stderr(line: str) -> None:
+    sys.stderr.write(line + "\n")
+    sys.stderr.flush()

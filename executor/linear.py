@@ -1,0 +1,78 @@
+"""Matrices split over tensor-parallel ranks, with the activations between them split along tokens.
+
+Shapes: T tokens of the group, L = T / tp tokens of this rank, I input width, O output width (of this rank).
+"""
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.nn import functional as F
+
+from moeplan.executor.collectives import all_gather_raw, reduce_scatter_raw, scatter_rows
+from moeplan.executor.mesh import Group
+from moeplan.executor.scopes import scope
+
+
+class _ColumnLinear(Function):
+    """Keeps the tokens of this rank and gathers the others again in backward, so that 1/tp of the input is saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x_LI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, group: Group) -> Tensor:
+        ctx.group, ctx.has_bias = group, bias_O is not None
+        ctx.save_for_backward(x_LI, weight_OI)
+        with scope("tp_comm"):
+            x_TI = all_gather_raw(x_LI, group)
+        with scope("dense_gemm"):
+            return F.linear(x_TI, weight_OI, bias_O)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x_LI, weight_OI = ctx.saved_tensors
+        (grad_TO,) = grads
+        with scope("dense_gemm"):
+            partial_TI = grad_TO @ weight_OI
+        with scope("tp_comm"):
+            grad_LI = reduce_scatter_raw(partial_TI, ctx.group)
+            x_TI = all_gather_raw(x_LI, ctx.group)
+        with scope("dense_gemm"):
+            grad_OI = grad_TO.t() @ x_TI
+            grad_bias_O = grad_TO.sum(0) if ctx.has_bias else None
+        return grad_LI, grad_OI, grad_bias_O, None
+
+
+def column_linear(x_LI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, group: Group) -> Tensor:
+    """y_TO: every token of the group times this rank's rows of the weight."""
+    if group.size == 1:
+        return local_linear(x_LI, weight_OI, bias_O)
+    return cast("Tensor", _ColumnLinear.apply(x_LI, weight_OI, bias_O, group))
+
+
+def row_linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, group: Group) -> Tensor:
+    """y_LO: this rank's tokens of the sum over the group of x times this rank's columns of the weight."""
+    y_LO = scatter_rows(local_linear(x_TI, weight_OI, None), group)
+    return y_LO if bias_O is None else y_LO + bias_O
+
+
+def local_linear(x_LI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """Tokens times a weight that needs no communication."""
+    with scope("dense_gemm"):
+        return F.linear(x_LI, weight_OI, bias_O)
+
+
+def vocabulary_range(vocab_size: int, group: Group) -> tuple[int, int]:
+    """First token id of this rank's rows of embedding and head, and one past its last."""
+    part = vocab_size // group.size
+    return part * group.index, part * (group.index + 1)
+
+
+def embed(tokens_T: Tensor, weight_VH: Tensor, first_token: int, group: Group) -> Tensor:
+    """x_LH: embeddings of this rank's tokens, looked up where the rows are and summed over the group."""
+    with scope("elementwise"):
+        if group.size == 1:
+            return F.embedding(tokens_T, weight_VH)
+        local_T = tokens_T - first_token
+        is_here_T = (local_T >= 0) & (local_T < weight_VH.shape[0])
+        partial_TH = F.embedding(torch.where(is_here_T, local_T, 0), weight_VH) * is_here_T[:, None]
+    return scatter_rows(partial_TH, group)

@@ -1,0 +1,115 @@
+"""A run's figures, in the schema of predictions: gathered over ranks, made by rank 0."""
+
+import platform
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from moeplan.executor.measure import spread_frac
+from moeplan.executor.mesh import Mesh
+from moeplan.executor.train import Trainer, TrainingRecord
+from moeplan.flops import training_flops_per_token
+from moeplan.plan import Plan
+from moeplan.results import FamilyTime, Figures
+from moeplan.run_config import RunConfig
+from moeplan.units import TFLOP
+from moeplan.vocabulary import MemoryCategory, OpFamily
+
+_NOTES = (
+    "activations hold logits and buffers too: the peak less everything else",
+    "gradients are reduced after the last backward and weights gathered after the update: no overlap",
+)
+
+
+@dataclass(frozen=True)
+class RankFigures:
+    """What one rank measured."""
+
+    step_times_s: list[float]
+    memory_bytes: dict[MemoryCategory, float]
+    family_times: dict[OpFamily, FamilyTime]
+
+
+def measure_rank(trainer: Trainer, record: TrainingRecord, framework_bytes: float) -> RankFigures:
+    """This rank's times and memory. ``framework_bytes``: in use before the model was built."""
+    optimizer = trainer.optimizer
+    fixed: dict[MemoryCategory, float] = {
+        "weights": optimizer.weight_bytes,
+        "gradients": optimizer.grad_bytes,
+        "optimizer": optimizer.state_bytes,
+        "framework": framework_bytes,
+    }
+    fixed["activations"] = max(0.0, record.peak_bytes - sum(fixed.values()))
+    return RankFigures(record.step_times_s, fixed, record.family_times)
+
+
+def gather_figures(own: RankFigures, mesh: Mesh) -> list[RankFigures]:
+    """Every rank's figures, in rank order. Collective."""
+    if mesh.world.size == 1:
+        return [own]
+    gathered: list[RankFigures] = [own] * mesh.world.size
+    dist.all_gather_object(gathered, own, group=mesh.world.process_group)
+    return gathered
+
+
+def make_figures(
+    plan: Plan, run: RunConfig, ranks: list[RankFigures], losses: list[float], device: torch.device
+) -> Figures:
+    """Median over the timed steps of the slowest rank's time; memory of the worst rank of each pipeline stage."""
+    slowest_s = [max(times) for times in zip(*(rank.step_times_s for rank in ranks), strict=True)]
+    timed_s = slowest_s[run.warmup_steps_untimed : run.steps - run.profile_steps]
+    step_s = float(torch.tensor(timed_s, dtype=torch.float64).quantile(0.5))
+    tokens_per_s_per_gpu = plan.tokens_per_step / step_s / plan.num_gpus
+    stages = [
+        max(
+            ranks[start : start + plan.folding.stage_size],
+            key=lambda rank: sum(rank.memory_bytes.values()),
+        )
+        for start in range(0, plan.num_gpus, plan.folding.stage_size)
+    ]
+    memory = {category: tuple(stage.memory_bytes[category] for stage in stages) for category in stages[0].memory_bytes}
+    return Figures(
+        kind="measurement",
+        plan_id=plan.plan_id,
+        stack=plan.stack,
+        hardware=plan.hardware,
+        step_s=step_s,
+        tokens_per_s_per_gpu=tokens_per_s_per_gpu,
+        model_tflops_per_gpu=tokens_per_s_per_gpu * training_flops_per_token(plan.model, plan.seq_len) / TFLOP,
+        peak_memory_bytes=max(sum(stage.memory_bytes.values()) for stage in stages),
+        memory_bytes=memory,
+        time_s=_mean_times([rank.family_times for rank in ranks]),
+        error_bar_frac=spread_frac(timed_s),
+        provenance=_provenance(plan, run, device),
+        notes=_NOTES,
+        step_times_s=tuple(timed_s),
+        losses=tuple(losses),
+    )
+
+
+def _mean_times(ranks: list[dict[OpFamily, FamilyTime]]) -> dict[OpFamily, FamilyTime]:
+    families = sorted({family for rank in ranks for family in rank})
+    zero = FamilyTime(total_s=0, exposed_s=0)
+    return {
+        family: FamilyTime(
+            total_s=sum(rank.get(family, zero).total_s for rank in ranks) / len(ranks),
+            exposed_s=sum(rank.get(family, zero).exposed_s for rank in ranks) / len(ranks),
+        )
+        for family in families
+    }
+
+
+def _provenance(plan: Plan, run: RunConfig, device: torch.device) -> dict[str, str]:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    return {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "device": f"{device.type}: {name}",
+        "processes": str(plan.num_gpus),
+        "threads_per_process": str(torch.get_num_threads()),
+        "precision": plan.precision,
+        "seed": str(run.seed),
+        "data": run.data or "standard library sources",
+        "steps": f"{run.steps}: {run.warmup_steps_untimed} untimed first, {run.profile_steps} traced last",
+    }

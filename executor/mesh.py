@@ -1,0 +1,76 @@
+"""Process groups of both rank grids of a plan: attention (tp, cp, dp) and expert (etp, ep, edp) over one pp.
+
+Every rank creates every group, in one order, because ``torch.distributed`` asks for it (report section 4.1).
+"""
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from moeplan import folding as grids
+from moeplan.folding import Folding
+
+# Name of a group, its grid, and the axes along which its ranks differ.
+GROUP_AXES: tuple[tuple[str, grids.Mesh, tuple[str, ...]], ...] = (
+    ("tp", "attention", ("tp",)),
+    ("cp", "attention", ("cp",)),
+    ("dp", "attention", ("dp",)),
+    ("pp", "attention", ("pp",)),
+    ("dp_cp", "attention", ("cp", "dp")),
+    ("tp_cp", "attention", ("tp", "cp")),
+    ("stage", "attention", ("tp", "cp", "dp")),
+    ("world", "attention", ("tp", "cp", "dp", "pp")),
+    ("etp", "expert", ("etp",)),
+    ("ep", "expert", ("ep",)),
+    ("etp_ep", "expert", ("etp", "ep")),
+    ("edp", "expert", ("edp",)),
+)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that talk to each other, ascending; ``process_group`` is None where a rank is alone."""
+
+    ranks: tuple[int, ...]
+    index: int
+    process_group: dist.ProcessGroup | None
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """This rank's groups; see ``GROUP_AXES``. ``etp_ep`` is ordered with etp fastest, as the expert grid is."""
+
+    rank: int
+    folding: Folding
+    tp: Group
+    cp: Group
+    dp: Group
+    pp: Group
+    dp_cp: Group
+    tp_cp: Group
+    stage: Group
+    world: Group
+    etp: Group
+    ep: Group
+    etp_ep: Group
+    edp: Group
+
+
+def build_mesh(folding: Folding, rank: int) -> Mesh:
+    """The groups of ``rank``. Collective: all ranks of an initialised process group call it with the same folding.
+
+    Groups with the same members share one communicator; a world of one needs no process group at all.
+    """
+    made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+    groups: dict[str, Group] = {}
+    for name, grid, axes in GROUP_AXES:
+        for ranks in folding.groups(grid, axes):
+            if len(ranks) > 1 and ranks not in made:
+                made[ranks] = dist.group.WORLD if len(ranks) == folding.world_size else dist.new_group(list(ranks))
+            if rank in ranks:
+                groups[name] = Group(ranks, ranks.index(rank), made.get(ranks))
+    return Mesh(rank, folding, **groups)

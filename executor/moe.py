@@ -1,0 +1,190 @@
+"""The Mixture-of-Experts block: router, dispatch, experts, shared expert.
+
+Shapes: L tokens of this rank, K experts per token, E experts, H hidden, F expert width (of this rank), R rows.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from moeplan.executor.collectives import all_reduce
+from moeplan.executor.dispatch import AllToAllDispatcher
+from moeplan.executor.dtypes import at_least_fp32
+from moeplan.executor.linear import local_linear
+from moeplan.executor.mesh import Mesh
+from moeplan.executor.mlp import Mlp
+from moeplan.executor.parameters import ParameterTable, residual_std, split_piece, stack_piece
+from moeplan.executor.recompute import checkpointed, dropping_output
+from moeplan.executor.scopes import scope
+from moeplan.kernels.activation import activation
+from moeplan.kernels.grouped_gemm import grouped_gemm
+from moeplan.kernels.router import (
+    RouterOptions,
+    Routing,
+    attach_loss,
+    balance_loss,
+    count_tokens,
+    route,
+    router_logits,
+    updated_bias,
+    z_loss,
+)
+from moeplan.model_spec import Moe
+from moeplan.plan import Plan
+
+
+class Router(nn.Module):
+    """Chooses experts, and adds the balancing losses of its micro-batch to the gradient of its probabilities."""
+
+    def __init__(self, plan: Plan, moe: Moe, name: str, mesh: Mesh, table: ParameterTable) -> None:
+        super().__init__()
+        spec = moe.router
+        self.moe, self.spec, self.mesh = moe, spec, mesh
+        self.seq_len, self.num_sequences, self.num_tokens = plan.seq_len, plan.mbs, plan.tokens_per_rank
+        self.options = RouterOptions(
+            top_k=moe.top_k,
+            score_function=spec.score_function,
+            num_groups=spec.num_groups,
+            top_groups=spec.top_groups,
+            scaling_factor=spec.scaling_factor,
+            normalize_top_k=spec.normalize_top_k,
+        )
+        # A balancing loss counts once a micro-batch, as a mean over all micro-batches of the step.
+        self.loss_scale = 1 / (plan.num_micro_batches * plan.dp)
+        self.weight = table.add_whole(f"{name}.weight", (moe.num_experts, plan.model.hidden_size))
+        # Selection bias, the same on every rank, and copies routed since its last update.
+        zeros = torch.zeros(moe.num_experts, dtype=at_least_fp32(table.dtype), device=table.device)
+        self.bias_E = zeros if spec.expert_bias else None
+        self.num_copies_E = zeros.clone()
+
+    def forward(self, x_LH: Tensor) -> Routing:
+        """Probabilities and indices of the chosen experts."""
+        with scope("router"):
+            logits_LE = router_logits(x_LH, self.weight)
+            routing = route(logits_LE, self.options, self.bias_E)
+            if self.bias_E is not None:
+                # Recompute counts a second time, every token alike: only the sign of a difference is used.
+                self.num_copies_E += count_tokens(routing.expert_index_TK, self.moe.num_experts)[0]
+            probs_LK = self._with_losses(routing, logits_LE)
+        return Routing(probs_LK, routing.expert_index_TK, routing.share_TE)
+
+    def _with_losses(self, routing: Routing, logits_LE: Tensor) -> Tensor:
+        probs_LK = routing.probs_TK
+        if self.spec.aux_loss != "none" and self.spec.aux_loss_coeff > 0:
+            loss = self._balance_loss(routing)
+            probs_LK = attach_loss(probs_LK, loss, self.loss_scale)
+        if self.spec.z_loss_coeff > 0:
+            loss = z_loss(logits_LE, self.spec.z_loss_coeff)
+            probs_LK = attach_loss(probs_LK, loss, self.loss_scale / self.mesh.tp_cp.size)
+        return probs_LK
+
+    def _balance_loss(self, routing: Routing) -> Tensor:
+        """This rank's part of the loss of its micro-batch: over all its tokens, or sequence by sequence."""
+        num_experts, group = self.moe.num_experts, self.mesh.tp_cp
+        per_sequence = self.spec.aux_loss == "seq_aux_loss"
+        num_sets = self.num_sequences if per_sequence else 1
+        set_tokens = self.seq_len if per_sequence else self.seq_len * self.num_sequences
+        first = group.index * self.num_tokens
+        positions_L = torch.arange(first, first + self.num_tokens, device=routing.share_TE.device)
+        set_L = positions_L // set_tokens
+        index_LK = routing.expert_index_TK + set_L[:, None] * num_experts
+        num_copies_SE = count_tokens(index_LK, num_sets * num_experts).view(num_sets, num_experts)
+        share_SE = routing.share_TE.new_zeros(num_sets, num_experts).index_add(0, set_L, routing.share_TE)
+        num_copies_SE = all_reduce(num_copies_SE, group)
+        return balance_loss(share_SE, num_copies_SE, set_tokens, self.moe.top_k, self.spec.aux_loss_coeff)
+
+    @torch.no_grad()
+    def update_bias(self) -> None:
+        """One step of aux-free balancing from the loads of the whole batch. Collective over the stage."""
+        if self.bias_E is not None:
+            load_E = all_reduce(self.num_copies_E, self.mesh.stage)
+            self.bias_E.copy_(updated_bias(self.bias_E, load_E, self.spec.bias_update_rate))
+            self.num_copies_E.zero_()
+
+
+class Experts(nn.Module):
+    """This rank's experts (split over ep), each of this rank's width (split over etp), as two grouped GEMMs."""
+
+    def __init__(self, plan: Plan, moe: Moe, name: str, mesh: Mesh, table: ParameterTable) -> None:
+        super().__init__()
+        model = plan.model
+        self.kind = model.activation
+        self.drop_activation = "moe_act" in plan.recompute and "moe" not in plan.recompute
+        hidden, ffn = model.hidden_size, moe.expert_ffn_size
+        width, num_local = ffn // mesh.etp.size, moe.num_experts // mesh.ep.size
+        parts = ("gate", "up") if model.is_gated else ("up",)
+        in_pieces, out_pieces = [], []
+        for local in range(num_local):
+            expert = f"{name}.{mesh.ep.index * num_local + local}"
+            for index, part in enumerate(parts):
+                piece = split_piece(f"{expert}.{part}.weight", (hidden, ffn), 1, mesh.etp, start=index * width)
+                in_pieces.append(stack_piece(piece, local))
+            std = residual_std(model.num_layers)
+            piece = split_piece(f"{expert}.down.weight", (ffn, hidden), 0, mesh.etp, std=std)
+            out_pieces.append(stack_piece(piece, local))
+        in_shape, out_shape = (num_local, hidden, len(parts) * width), (num_local, width, hidden)
+        self.in_weight_EHF = table.add(*in_pieces, shape=in_shape, is_expert=True)
+        self.out_weight_EFH = table.add(*out_pieces, shape=out_shape, is_expert=True)
+
+    def forward(self, rows_RH: Tensor, probs_R: Tensor | None, offsets_E: Tensor) -> Tensor:
+        """Rows through their experts, times ``probs_R`` before the second GEMM where given."""
+        with scope("expert_gemm"):
+            hidden_RG = grouped_gemm(rows_RH, self.in_weight_EHF, offsets_E)
+
+        def activate(hidden_RG: Tensor) -> tuple[Tensor]:
+            with scope("elementwise"):
+                return (activation(hidden_RG, self.kind, probs_R),)
+
+        def project(hidden_RF: Tensor) -> Tensor:
+            with scope("expert_gemm"):
+                return grouped_gemm(hidden_RF, self.out_weight_EFH, offsets_E)
+
+        if self.drop_activation:
+            return dropping_output(activate, (hidden_RG,), project)
+        return project(*activate(hidden_RG))
+
+
+class MoeBlock(nn.Module):
+    """A layer's experts: routed, and shared where the model has them."""
+
+    def __init__(self, plan: Plan, moe: Moe, layer: int, mesh: Mesh, table: ParameterTable) -> None:
+        super().__init__()
+        name = f"layers.{layer}"
+        self.probs_before_fc2 = plan.memory_efficient_permutation
+        self.recompute_shared = "shared_experts" in plan.recompute
+        self.router = Router(plan, moe, f"{name}.router", mesh, table)
+        self.dispatcher = AllToAllDispatcher(mesh, moe.num_experts)
+        self.experts = Experts(plan, moe, f"{name}.experts", mesh, table)
+        self.shared: Mlp | None = None
+        self.shared_gate: nn.Parameter | None = None
+        if moe.shared_ffn_size:
+            self.shared = Mlp(plan.model, f"{name}.shared_expert", moe.shared_ffn_size, mesh.tp, table)
+        if moe.shared_gate:
+            self.shared_gate = table.add_whole(f"{name}.shared_gate.weight", (1, plan.model.hidden_size))
+
+    def forward(self, x_LH: Tensor) -> Tensor:
+        """The block's addition to the residual stream of this rank's tokens."""
+        shared_LH = None
+        if self.shared is not None:
+            shared_LH = checkpointed(self._share, x_LH) if self.recompute_shared else self._share(x_LH)
+        routed_LH = self._route(x_LH)
+        if shared_LH is None:
+            return routed_LH
+        with scope("elementwise"):
+            return routed_LH + shared_LH
+
+    def _route(self, x_LH: Tensor) -> Tensor:
+        routing = self.router(x_LH)
+        probs_LK: Tensor = routing.probs_TK
+        before, after = (probs_LK, None) if self.probs_before_fc2 else (None, probs_LK)
+        arrived = self.dispatcher.dispatch(x_LH, routing.expert_index_TK, before)
+        out_RH = self.experts(arrived.rows, arrived.probs, arrived.offsets)
+        return self.dispatcher.combine(out_RH, arrived.routes, after)
+
+    def _share(self, x_LH: Tensor) -> Tensor:
+        assert self.shared is not None
+        shared_LH: Tensor = self.shared(x_LH)
+        if self.shared_gate is None:
+            return shared_LH
+        gate_L1 = local_linear(x_LH, self.shared_gate)
+        with scope("elementwise"):
+            return shared_LH * torch.sigmoid(gate_L1)

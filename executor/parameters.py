@@ -1,0 +1,117 @@
+"""Parameters that know which part of which whole tensor they hold, so that every folding starts from one model.
+
+Each whole tensor is drawn from a generator seeded by (seed, its name) and then cut: what a rank holds does not
+depend on how many ranks there are.
+"""
+
+import hashlib
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from moeplan.executor.mesh import Group
+
+# Standard deviation of fresh weights; what writes to the residual stream is scaled down by sqrt(2 x layers).
+INIT_STD = 0.02
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The part ``source`` of the whole tensor ``name`` of ``shape``, lying at ``target`` in a local parameter.
+
+    Fresh values are ``fill`` plus ``std`` times a standard normal draw.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    source: tuple[slice, ...]
+    target: tuple[slice, ...]
+    std: float = INIT_STD
+    fill: float = 0.0
+
+
+def whole_piece(name: str, shape: tuple[int, ...], *, std: float = INIT_STD, fill: float = 0.0) -> Piece:
+    """A tensor that every rank holds in full."""
+    everything = tuple(slice(0, size) for size in shape)
+    return Piece(name, shape, everything, everything, std, fill)
+
+
+def split_piece(
+    name: str, shape: tuple[int, ...], dim: int, group: Group, *, start: int = 0, std: float = INIT_STD
+) -> Piece:
+    """A tensor split over ``group`` along ``dim``; the local part lies from ``start`` along that dimension."""
+    part = shape[dim] // group.size
+    source, target = ([slice(0, size) for size in shape] for _ in range(2))
+    source[dim] = slice(part * group.index, part * (group.index + 1))
+    target[dim] = slice(start, start + part)
+    return Piece(name, shape, tuple(source), tuple(target), std)
+
+
+def stack_piece(piece: Piece, index: int) -> Piece:
+    """The same piece as item ``index`` of a stacked parameter with one more leading dimension."""
+    target = (slice(index, index + 1), *piece.target)
+    return Piece(piece.name, piece.shape, piece.source, target, piece.std, piece.fill)
+
+
+def residual_std(num_layers: int) -> float:
+    """Deviation of a matrix whose output is added to the residual stream twice a layer."""
+    return INIT_STD / math.sqrt(2 * num_layers)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A parameter of this rank. ``is_replicated``: each rank of tp (dense) holds it and a part of its gradient."""
+
+    parameter: nn.Parameter
+    pieces: tuple[Piece, ...]
+    is_expert: bool
+    is_replicated: bool
+    is_decayed: bool
+
+
+@dataclass
+class ParameterTable:
+    """Makes the parameters of one rank and lists them in order of creation."""
+
+    device: torch.device
+    dtype: torch.dtype
+    seed: int
+    entries: list[Entry] = field(default_factory=list)
+
+    def add(
+        self,
+        *pieces: Piece,
+        shape: tuple[int, ...],
+        is_expert: bool = False,
+        is_replicated: bool = False,
+        is_decayed: bool = True,
+    ) -> nn.Parameter:
+        """A new parameter of ``shape`` (of this rank) filled from its pieces."""
+        local = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        for piece in pieces:
+            local[piece.target] = _draw(piece, self.seed, self.device)[piece.source].to(self.dtype)
+        parameter = nn.Parameter(local)
+        self.entries.append(Entry(parameter, pieces, is_expert, is_replicated, is_decayed))
+        return parameter
+
+    def add_whole(
+        self, name: str, shape: tuple[int, ...], *, std: float = INIT_STD, fill: float = 0.0, is_decayed: bool = True
+    ) -> nn.Parameter:
+        """A dense parameter that every rank of tp holds in full."""
+        piece = whole_piece(name, shape, std=std, fill=fill)
+        return self.add(piece, shape=shape, is_replicated=True, is_decayed=is_decayed)
+
+    def add_norm(self, name: str, width: int) -> nn.Parameter:
+        """The weight of a norm: ones."""
+        return self.add_whole(name, (width,), std=0.0, fill=1.0, is_decayed=False)
+
+
+def _draw(piece: Piece, seed: int, device: torch.device) -> Tensor:
+    """The whole tensor in fp32, the same on every rank of one kind of device."""
+    if piece.std == 0:
+        return torch.full(piece.shape, piece.fill, device=device)
+    digest = hashlib.sha256(f"{seed}/{piece.name}".encode()).digest()
+    generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:7], "big"))
+    return torch.randn(piece.shape, generator=generator, device=device).mul_(piece.std).add_(piece.fill)

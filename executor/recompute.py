@@ -1,0 +1,72 @@
+"""Activation recompute: whole modules by checkpointing, cheap ones by dropping only their output.
+
+An output that only its consumers keep is dropped after them and made again, from inputs kept anyway, when the first
+of their gradients asks for it (report section 1.6). No part of a consumer runs twice.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar, TypeVarTuple, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+Ts = TypeVarTuple("Ts")
+ResultT = TypeVar("ResultT")
+
+
+def checkpointed(function: Callable[[*Ts], ResultT], *inputs: *Ts) -> ResultT:
+    """``function(*inputs)``, keeping only its inputs; backward runs it again."""
+    return cast("ResultT", checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False))
+
+
+class _Dropped:
+    """Outputs to be made again. The copies live from the first to the last gradient that asks for them."""
+
+    def __init__(self, produce: Callable[[], tuple[Tensor, ...]]) -> None:
+        self._produce = produce
+        self._made: tuple[Tensor, ...] | None = None
+        self._waiting = 0
+
+    def register(self) -> None:
+        self._waiting += 1
+
+    def take(self, index: int) -> Tensor:
+        if self._made is None:
+            with torch.no_grad():
+                self._made = self._produce()
+        output = self._made[index]
+        self._waiting -= 1
+        if self._waiting <= 0:
+            self._made = None
+        return output
+
+
+def dropping_output(
+    produce: Callable[..., tuple[Tensor, ...]], inputs: tuple[Tensor, ...], consume: Callable[..., ResultT]
+) -> ResultT:
+    """``consume(*produce(*inputs))`` without keeping what ``produce`` returned for backward.
+
+    ``consume`` must be all that uses those outputs, and ``inputs`` should be kept for backward anyway.
+    """
+    outputs = produce(*inputs)
+    dropped = _Dropped(lambda: produce(*inputs))
+    # By type as well: a view as another type has another stride. No hook may hold the outputs themselves.
+    places = {(output.untyped_storage().data_ptr(), output.dtype): index for index, output in enumerate(outputs)}
+
+    def pack(tensor: Tensor) -> Any:
+        index = places.get((tensor.untyped_storage().data_ptr(), tensor.dtype))
+        if index is None:
+            return tensor
+        dropped.register()
+        return index, tensor.size(), tensor.stride(), tensor.storage_offset()
+
+    def unpack(packed: Any) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        index, size, stride, offset = packed
+        return dropped.take(index).as_strided(size, stride, offset)
+
+    with saved_tensors_hooks(pack, unpack):
+        return consume(*outputs)

@@ -1,0 +1,110 @@
+"""The training loop: micro-batches, gradient reduction, one update a step."""
+
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+
+import torch
+
+from moeplan.errors import RunFailedError
+from moeplan.executor.data import TokenSource
+from moeplan.executor.dtypes import plan_dtypes
+from moeplan.executor.measure import StepTimer, StepTrace, peak_device_bytes
+from moeplan.executor.mesh import Mesh
+from moeplan.executor.model import Transformer
+from moeplan.executor.optimizer import ChainedOptimizer, gather_scalars, learning_rate
+from moeplan.plan import Plan
+from moeplan.results import FamilyTime
+from moeplan.run_config import RunConfig
+from moeplan.vocabulary import OpFamily
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Cross entropy a token over the global batch, and the norm of its gradient before clipping."""
+
+    loss: float
+    grad_norm: float
+
+
+@dataclass
+class TrainingRecord:
+    """What a run leaves behind on one rank. ``step_times_s`` are of every step; the peak is of those not traced."""
+
+    losses: list[float] = field(default_factory=list)
+    step_times_s: list[float] = field(default_factory=list)
+    peak_bytes: int = 0
+    family_times: dict[OpFamily, FamilyTime] = field(default_factory=dict)
+
+
+class Trainer:
+    """Model and optimizer of one rank. Collective: all ranks build and step it together."""
+
+    def __init__(self, plan: Plan, run: RunConfig, mesh: Mesh, tokens: TokenSource, device: torch.device) -> None:
+        self.plan, self.run, self.mesh, self.tokens, self.device = plan, run, mesh, tokens, device
+        self.model = Transformer(plan, mesh, run.seed, device)
+        dtypes = plan_dtypes(plan)
+        self.optimizer = ChainedOptimizer(self.model.table.entries, dtypes, run, mesh, plan.sharding)
+
+    def step(self, number: int) -> StepResult:
+        """One step over the global batch. RunFailedError names step and rank where loss or gradient is not finite."""
+        plan, first = self.plan, self.mesh.dp.index * self.plan.num_micro_batches
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        for micro_batch in range(first, first + plan.num_micro_batches):
+            tokens, targets = self.tokens.batch(number, micro_batch * plan.mbs, plan.mbs)
+            loss = self.model(tokens.to(self.device), targets.to(self.device)) / plan.tokens_per_step
+            loss.backward()
+            loss_sum += loss.detach()
+        losses = gather_scalars(loss_sum, self.mesh.dp_cp)
+        self._check_finite("loss", losses, number, self.mesh.dp_cp.ranks)
+        squares = self.optimizer.reduce_grads()
+        self._check_finite("gradient norm", squares, number, self.mesh.world.ranks)
+        norm = math.sqrt(sum(squares))
+        self.optimizer.update(learning_rate(self.run, number), norm)
+        for router in self.model.routers():
+            router.update_bias()
+        return StepResult(sum(losses), norm)
+
+    def _check_finite(self, what: str, values: list[float], number: int, ranks: tuple[int, ...]) -> None:
+        for rank, value in zip(ranks, values, strict=True):
+            if not math.isfinite(value):
+                raise RunFailedError(
+                    f"{what} is {value} at step {number + 1} on rank {rank}",
+                    "lower lr, lengthen lr_warmup_steps, or look at the data of that step",
+                )
+
+
+def train(trainer: Trainer, report: Progress) -> TrainingRecord:
+    """Run every step of the trainer's run; ``report`` gets one line for each step to be logged.
+
+    The last ``profile_steps`` steps are traced for the time by op family.
+    """
+    run, record = trainer.run, TrainingRecord()
+    timer = StepTimer(0, trainer.device)
+    first_traced = run.steps - run.profile_steps
+    trace = StepTrace(trainer.device) if run.profile_steps else None
+    for number in range(first_traced):
+        _timed_step(trainer, number, timer, record, report)
+    record.peak_bytes = peak_device_bytes(trainer.device)  # a trace of a step takes memory of its own
+    with trace or nullcontext():
+        for number in range(first_traced, run.steps):
+            _timed_step(trainer, number, timer, record, report)
+    if trace is not None:
+        record.family_times = trace.family_times(run.profile_steps)
+    record.step_times_s = timer.all_times_s
+    return record
+
+
+def _timed_step(trainer: Trainer, number: int, timer: StepTimer, record: TrainingRecord, report: Progress) -> None:
+    with timer.step():
+        result = trainer.step(number)
+    record.losses.append(result.loss)
+    if (number + 1) % trainer.run.log_every == 0 or number + 1 == trainer.run.steps:
+        step_s = timer.all_times_s[-1]
+        report(
+            f"step {number + 1}/{trainer.run.steps}  loss {result.loss:.4f}  grad norm {result.grad_norm:.3f}  "
+            f"{trainer.plan.tokens_per_step / step_s:.0f} tokens/s  {step_s * 1000:.0f} ms"
+        )

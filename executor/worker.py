@@ -1,0 +1,165 @@
+"""One rank of a run: ``torchrun -m moeplan.executor.worker plan.toml --run-config run.toml --out measurement.json``.
+
+Works wherever torchrun does. A failure becomes one line on stderr, or a file for the launcher where there is one.
+Exit codes are those of moeplan: 2 for invalid input, 1 for a failed run.
+"""
+
+import argparse
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from moeplan.errors import InvalidInputError, MoeplanError
+from moeplan.executor.check import check_run, check_supported, check_world
+from moeplan.executor.data import open_tokens
+from moeplan.executor.failure import LAUNCHER_VARIABLE, Failure, FailureKind, now_s, write_failure, write_process_id
+from moeplan.executor.measure import device_bytes, reset_peak_resident
+from moeplan.executor.measurement import gather_figures, make_figures, measure_rank
+from moeplan.executor.mesh import build_mesh
+from moeplan.executor.train import Trainer, train
+from moeplan.files import read_toml, validate, write_text_atomically
+from moeplan.plan import Plan
+from moeplan.run_config import RunConfig
+
+# What gloo, nccl and the store say when another rank has ended.
+_LOST_PEER_WORDS = (
+    "connection closed by peer",
+    "connection reset",
+    "broken pipe",
+    "connection refused",
+    "socket closed",
+    "remote process exited",
+    "failed to recv",
+    "nccl communicator was aborted",
+)
+_WATCH_INTERVAL_S = 0.5
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run this rank to its end and return the exit code."""
+    parser = argparse.ArgumentParser(prog="torchrun -m moeplan.executor.worker", description="One rank of a run.")
+    parser.add_argument("plan", type=Path, help="the plan, as TOML")
+    parser.add_argument("--run-config", type=Path, help="settings of the run, as TOML; left out: defaults")
+    parser.add_argument("--out", type=Path, required=True, help="where rank 0 writes the measurement, as JSON")
+    options = parser.parse_args(arguments)
+    rank = int(os.environ.get("RANK", "0"))
+    write_process_id(rank)
+    threading.Thread(target=_end_with_parents, args=(os.getppid(),), daemon=True).start()
+    try:
+        run_rank(options.plan, options.run_config, options.out)
+    except Exception as error:  # noqa: BLE001 - whatever ends a rank must reach the user as one message
+        failure = _describe(error, rank)
+        if not write_failure(failure):
+            hint = f"\nhint: {failure.hint}" if failure.hint else ""
+            sys.stderr.write(f"{failure.details}error: {failure.message}{hint}\n")
+        return failure.exit_code
+    return 0
+
+
+def run_rank(plan_path: Path, run_path: Path | None, out_path: Path) -> None:
+    """Train this rank's share of the plan; rank 0 writes the measurement."""
+    plan = validate(Plan, read_toml(plan_path), str(plan_path))
+    run = validate(RunConfig, read_toml(run_path), str(run_path)) if run_path else RunConfig()
+    rank, world_size = _world()
+    check_world(plan, world_size)
+    check_supported(plan)
+    check_run(run)
+    tokens = open_tokens(plan, run)
+    device = _device(rank)
+    _start_processes(device)
+    try:
+        mesh = build_mesh(plan.folding, rank)
+        framework_bytes = device_bytes(device)
+        trainer = Trainer(plan, run, mesh, tokens, device)
+        _reset_peak(device)
+        record = train(trainer, _report if rank == 0 else _ignore)
+        ranks = gather_figures(measure_rank(trainer, record, framework_bytes), mesh)
+        if rank == 0:
+            figures = make_figures(plan, run, ranks, record.losses, device)
+            write_text_atomically(out_path, figures.model_dump_json(indent=2) + "\n")
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def _world() -> tuple[int, int]:
+    try:
+        return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    except KeyError as error:
+        raise InvalidInputError(
+            f"environment variable {error} is not set", "start with torchrun, or with moeplan run"
+        ) from None
+
+
+def _device(rank: int) -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    local, num_devices = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if local >= num_devices:
+        raise InvalidInputError(
+            f"rank {rank} needs GPU {local} of this host, which has {num_devices}",
+            "start at most one process a GPU, or hide the GPUs with CUDA_VISIBLE_DEVICES= to run on the CPU",
+        )
+    torch.cuda.set_device(local)
+    return torch.device("cuda", local)
+
+
+def _start_processes(device: torch.device) -> None:
+    if device.type == "cuda":
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        dist.init_process_group("gloo")
+
+
+def _reset_peak(device: torch.device) -> None:
+    """Forget the peak so far: drawing whole tensors in fp32 is no part of training."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        reset_peak_resident()
+
+
+def _report(line: str) -> None:
+    sys.stderr.write(line + "\n")
+    sys.stderr.flush()
+
+
+def _ignore(line: str) -> None:
+    """Only rank 0 reports."""
+
+
+def _describe(error: Exception, rank: int) -> Failure:
+    kind: FailureKind = "known"
+    details, exit_code = "", 1
+    if isinstance(error, MoeplanError):
+        message, hint, exit_code = error.message, error.hint, error.exit_code
+    elif isinstance(error, torch.OutOfMemoryError | MemoryError) or "not enough memory" in str(error):
+        message, hint = f"rank {rank} ran out of memory", "lower mbs or seq_len, or add recompute"
+    else:
+        first_line = (str(error).splitlines() or [""])[0]
+        is_lost = any(word in str(error).lower() for word in _LOST_PEER_WORDS)
+        kind = "lost_peer" if is_lost else "unexpected"
+        message = f"rank {rank} {'lost another rank' if is_lost else 'failed'}: {type(error).__name__}: {first_line}"
+        hint = "look for the rank that ended first" if is_lost else "this is a fault of moeplan; please report it"
+        details = "" if is_lost else traceback.format_exc()
+    return Failure(rank, kind, message, hint, exit_code, now_s(), details)
+
+
+def _end_with_parents(parent: int) -> None:
+    """End this process when the one that started it, or the launcher, is gone: no worker may be left behind."""
+    launcher = int(os.environ.get(LAUNCHER_VARIABLE, "0"))
+    while os.getppid() == parent and (not launcher or Path(f"/proc/{launcher}").exists()):
+        time.sleep(_WATCH_INTERVAL_S)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
