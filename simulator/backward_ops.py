@@ -80,7 +80,7 @@ def _attention_backward(op: Op, name: str, after: tuple[str, ...]) -> Op:
 
 
 def _gemm_backward(op: Op, after: tuple[str, ...], shape: OpShape, stack: StackTime) -> list[Op]:
-    """Data gradient dY W^T: rows x inner over cols. Weight gradient X^T dY: inner x cols over rows, added to the main."""
+    """Data gradient dY W^T: rows x inner over cols. Weight gradient X^T dY: inner x cols over rows."""
     data = replace(op, name=f"{op.name}.dgrad", phase="dgrad", cols=op.inner, inner=op.cols, after=after)
     weights = op.num_groups * op.inner * op.cols
     grads = MAIN_GRAD_PASSES * weights * shape.grad_bytes

@@ -151,10 +151,11 @@ def _experts(build: LayerBuilder, moe: Moe) -> list[Op]:
         scope="moe",
         modules=("moe_act", "moe"),
     )
-    quantize = build.quantize("expert.quantize", total * (hidden + width), "permute", "expert", "moe")
     is_fused = stack.fused_grouped_mlp and shape.format.quantized_bytes is not None
+    # Fused kernels quantize between the two GEMMs; what comes from and goes to other ranks is quantized apart.
+    quantized = total * (hidden + (0 if is_fused else width))
     return [
-        *([] if is_fused else quantize),
+        *build.quantize("expert.quantize", quantized, "permute", "expert", "moe"),
         _grouped_gemm(build, "expert_fc1", (rows, gates * width, hidden), local_experts),
         *([] if is_fused else [act]),
         _grouped_gemm(build, "expert_fc2", (rows, hidden, width), local_experts),
@@ -164,8 +165,9 @@ def _experts(build: LayerBuilder, moe: Moe) -> list[Op]:
 def _grouped_gemm(build: LayerBuilder, name: str, sizes: tuple[float, float, float], num_groups: int) -> Op:
     """One grouped GEMM of the local experts: ``sizes`` are those of one expert."""
     rows, cols, inner = sizes
-    low = build.shape.format.quantized_bytes
+    low, time = build.shape.format.quantized_bytes, build.stack.time
     in_bytes = build.shape.element_bytes if low is None else low
+    launches = time.grouped_launches_per_expert if low is None else time.quantized_launches_per_expert
     moved = (rows + cols) * inner * in_bytes + rows * cols * build.shape.element_bytes
     return Op(
         name=name,
@@ -181,6 +183,6 @@ def _grouped_gemm(build: LayerBuilder, name: str, sizes: tuple[float, float, flo
         segment="expert",
         scope="moe",
         backend=build.stack.grouped_gemm_backend,
-        num_kernels=1 + build.stack.time.grouped_launches_per_expert.value * num_groups,
+        num_kernels=1 + launches.value * num_groups,
         modules=frozenset(("moe",)),
     )

@@ -23,7 +23,8 @@ class StackTime(Record):
     permute_in_dispatch: bool = Field(default=False, description="hybridep writes tokens in expert order itself")
     fused_grad_accumulation: bool = Field(description="weight-gradient GEMMs add to the main gradients themselves")
     launches_per_op: Sourced = Field(description="eager kernels the host issues per op of the simulator")
-    grouped_launches_per_expert: Sourced = Field(description="eager kernels per local expert of a grouped GEMM")
+    grouped_launches_per_expert: Sourced = Field(description="further ones per local expert of a grouped GEMM")
+    quantized_launches_per_expert: Sourced = Field(description="the same in low precision: quantize and swizzle too")
     router_kernels: Sourced = Field(description="kernels of the router beside its GEMM, forward")
     quantize_bytes_per_element: Sourced = Field(
         description="bytes moved to quantize a GEMM's input beyond the row-wise copy that measured rates include"
