@@ -122,13 +122,13 @@ def _saved_tensors(setting: _Setting) -> tuple[SavedTensor, ...]:
     tensors = []
     for section in _sections(setting):
         for row in TABLES[setting.table][section]:
-            elements = row.elements(sizes) * setting.tokens
-            if elements:
+            size_bytes = row.elements(sizes) * setting.tokens * _element_bytes(row.storage, precision)
+            if size_bytes:
                 tensors.append(
                     SavedTensor(
                         name=row.name,
                         component=row.component,
-                        size_bytes=elements * _element_bytes(row.storage, precision),
+                        size_bytes=size_bytes,
                         dropped_by=row.dropped_by,
                         kept_by_full=row.kept_by_full,
                         is_quantized=row.storage == "quantized" and precision.quantized_bytes is not None,
@@ -157,7 +157,9 @@ def _element_bytes(storage: Storage, precision: Precision) -> float:
     widths = {
         "activation": precision.activation_bytes,
         "fp32": max(4.0, precision.activation_bytes),
+        "fp32_copy": 4.0 if precision.activation_bytes < 4 else 0.0,
         "int64": 8.0,
+        "int32": 4.0,
         "byte": 1.0,
     }
     return widths[storage]

@@ -1,14 +1,15 @@
-"""Transient tensors at the peak: exchange rows, gradients of one operation, one layer made again by recompute.
+"""Transient tensors at the peak: weight gradients, exchange rows, gradients of one operation, recompute.
 
 Rules, within 2 % of the peaks allocated that SimuMax published for B200 (tests/simulator/test_memory.py):
-- weight gradients: one in the compute type for every linear of a layer, beside the main gradients; with fused
-  accumulation a placeholder of each weight shape stays allocated (``expert_weight_gradients = "one"``);
+- weight gradients, in the compute type beside the main gradients. Fused accumulation keeps a placeholder of each weight
+  shape allocated (``expert_weight_gradients = "one"``); plain autograd makes one matrix's at a time (``"local"``: the
+  experts of a rank are one matrix);
 - dispatcher: rows to send and rows received of one layer, top_k rows a token each;
 - working set: input and output gradients of the operation with the largest ones;
 - recompute: what one layer makes again before its backward.
 
-The flex dispatcher keeps its buffers; all-to-all rows are freed before a layer's gradients, and a layer's transients
-come after the logits are freed: only what exceeds the earlier one counts.
+Placeholders and the buffers of the flex dispatcher stay. All-to-all rows are freed before a layer's gradients, and the
+logits before any layer's transients: only what exceeds the earlier one counts.
 """
 
 from functools import lru_cache
@@ -39,19 +40,22 @@ def buffer_bytes(
     element_bytes = PRECISIONS[point.precision].activation_bytes
     token_bytes = point.tokens_per_rank * element_bytes
     sizes = _sizes(model, point.seq_len, point.etp, stack.fused_attention)
-    gradients = element_bytes * _weight_gradient_elements(
-        model, kinds, point.tp, point.etp, point.ep, stack.expert_weight_gradients == "one"
-    )
-    if loss_bytes:
-        gradients += element_bytes * -(-model.vocab_size // point.tp) * model.hidden_size
+    head = element_bytes * -(-model.vocab_size // point.tp) * model.hidden_size if loss_bytes else 0.0
+    placeholders, largest = _weight_gradient_elements(model, kinds, point.tp, point.etp, point.ep)
     rows = 2 * sizes.top_k * sizes.hidden * token_bytes if "moe" in kinds and point.ep * point.etp > 1 else 0.0
     working = max((_gradient_elements(sizes, kind) for kind in kinds), default=0) * token_bytes
     remade = max((kept_bytes(model, kind, point, stack).remade_bytes for kind in kinds), default=0.0)
-    if point.dispatcher == "flex":
-        working, remade = _beyond(loss_bytes, working, remade)
+    at_loss = loss_bytes
+    if stack.expert_weight_gradients == "local":
+        at_loss += head
+        working += largest * element_bytes
     else:
-        rows, working, remade = _beyond(loss_bytes, rows, max(0.0, working - rows), remade)
-    return Buffers(gradients, rows, remade, working)
+        head += placeholders * element_bytes
+    if point.dispatcher == "flex":
+        working, remade = _beyond(at_loss, working, remade)
+    else:
+        rows, working, remade = _beyond(at_loss, rows, max(0.0, working - rows), remade)
+    return Buffers(head, rows, remade, working)
 
 
 def _beyond(hidden_bytes: float, *parts: float) -> list[float]:
@@ -70,22 +74,24 @@ def _sizes(model: ModelSpec, seq_len: int, etp: int, fused_attention: bool) -> S
 
 
 @lru_cache(maxsize=4096)
-def _weight_gradient_elements(  # noqa: PLR0917 - cached by value
-    model: ModelSpec,
-    kinds: tuple[LayerKind, ...],
-    tp: int,
-    etp: int,
-    ep: int,
-    one_expert: bool,  # noqa: FBT001
-) -> float:
-    """Elements of one layer's linears; of every component once where a rank holds dense and MoE layers."""
-    components: dict[str, float] = {}
+def _weight_gradient_elements(
+    model: ModelSpec, kinds: tuple[LayerKind, ...], tp: int, etp: int, ep: int
+) -> tuple[float, float]:
+    """Elements of one layer's linears with one expert's of its experts, and of the largest matrix of a rank.
+
+    Linears that dense and MoE layers share count once. The largest matrix: of an MLP or of the stacked experts the
+    input projection; attention counts whole.
+    """
+    one_expert: dict[str, float] = {}
+    largest = 0.0
+    input_part = (model.mlp_matrices - 1) / model.mlp_matrices
     for kind in kinds:
         for group in layer_groups(model, kind, tp, etp, ep):
             if group.is_quantized:
-                local = model.moe.num_experts // ep if model.moe and group.is_expert and one_expert else 1
-                components[group.component] = group.num_elements / local
-    return sum(components.values())
+                num_local = model.moe.num_experts // ep if model.moe and group.is_expert else 1
+                one_expert[group.component] = group.num_elements / num_local
+                largest = max(largest, group.num_elements * (1 if group.component == "attention" else input_part))
+    return sum(one_expert.values()), largest
 
 
 def _gradient_elements(sizes: Sizes, kind: LayerKind) -> float:

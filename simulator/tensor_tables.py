@@ -29,15 +29,20 @@ Component = Literal[
     "working_set",
 ]
 # activation: the recipe's activation type. quantized: the low-precision type of the recipe, where it has one, because
-# the linear that reads the tensor stores its quantized input. fp32, int64, byte: that type in every recipe.
-Storage = Literal["activation", "quantized", "fp32", "int64", "byte"]
+# the linear that reads the tensor stores its quantized input. fp32_copy: of a tensor kept anyway, nothing where
+# activations are as wide. The others: that type in every recipe.
+Storage = Literal["activation", "quantized", "fp32", "int64", "int32", "byte", "fp32_copy"]
 TableName = Literal["megatron", "native", "korthikanti-2022"]
 Section = Literal["attention", "dense", "moe", "mtp", "loss"]
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The widths that rows read, in elements. ``scores``: keys a query row keeps scores of, all heads together."""
+    """The widths that rows read, in elements per token; 0 for what a model lacks.
+
+    ``scores``: kept attention scores, all heads together; ``fused_qkv``: one projection to query, key and value;
+    ``kv_down`` and ``kv_up``: outputs of the latent projections; ``inner_norms``: rows normed inside attention.
+    """
 
     hidden: int
     heads: int
@@ -47,6 +52,10 @@ class Sizes:
     attended: int
     q_rank: int
     kv_rank: int
+    kv_down: int
+    kv_up: int
+    fused_qkv: int
+    inner_norms: int
     qk_norm: bool
     scores: int
     dense: int
@@ -55,6 +64,7 @@ class Sizes:
     expert: int
     shared: int
     shared_gate: bool
+    router_scores: int
     projections: int
     etp: int
     keeps_expert_output: bool
@@ -69,16 +79,25 @@ def sizes_of(
     """
     attention, moe = model.attention, model.moe
     mla = attention if isinstance(attention, MlaAttention) else None
+    query = attention.num_heads * attention.qk_head_dim
+    key = attention.num_kv_heads * attention.qk_head_dim
+    value = attention.num_kv_heads * attention.v_head_dim
+    qk_norm = not isinstance(attention, MlaAttention) and attention.qk_norm
+    qk_norms = (attention.num_heads + attention.num_kv_heads) * qk_norm
     return Sizes(
         hidden=model.hidden_size,
         heads=attention.num_heads,
-        query=attention.num_heads * attention.qk_head_dim,
-        key=attention.num_kv_heads * attention.qk_head_dim,
-        value=attention.num_kv_heads * attention.v_head_dim,
+        query=query,
+        key=key,
+        value=value,
         attended=attention.num_heads * attention.v_head_dim,
         q_rank=mla.q_lora_rank if mla else 0,
         kv_rank=mla.kv_lora_rank if mla else 0,
-        qk_norm=not isinstance(attention, MlaAttention) and attention.qk_norm,
+        kv_down=mla.kv_lora_rank + mla.qk_rope_head_dim if mla else 0,
+        kv_up=mla.num_heads * (mla.qk_nope_head_dim + mla.v_head_dim) if mla else 0,
+        fused_qkv=0 if mla else query + key + value,
+        inner_norms=1 + (mla.q_lora_rank > 0) if mla else qk_norms,
+        qk_norm=qk_norm,
         scores=0 if fused_attention else attention.num_heads * seq_len,
         dense=model.dense_ffn_size,
         experts=moe.num_experts if moe else 0,
@@ -86,10 +105,19 @@ def sizes_of(
         expert=moe.expert_ffn_size if moe else 0,
         shared=moe.shared_ffn_size if moe else 0,
         shared_gate=moe is not None and moe.shared_gate,
+        router_scores=_router_scores(model),
         projections=2 if model.is_gated else 1,
         etp=etp,
         keeps_expert_output=moe is not None and (moe.mlp_bias or not memory_efficient_permutation),
     )
+
+
+def _router_scores(model: ModelSpec) -> int:
+    """Tensors of all experts' scores that plain autograd keeps of one routing."""
+    if model.moe is None:
+        return 0
+    router = model.moe.router
+    return 1 + (router.score_function == "sigmoid") + (router.z_loss_coeff > 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +165,12 @@ _SHARED = (
         ("shared_experts", "moe"),
     ),
     Row("shared activation output", "shared_experts", lambda z: z.shared, "quantized", ("shared_experts", "moe")),
-    Row("shared output before its gate", "shared_experts", lambda z: z.hidden * z.shared_gate, dropped_by=("moe",)),
+    Row(
+        "shared output before its gate",
+        "shared_experts",
+        lambda z: z.hidden * z.shared_gate,
+        dropped_by=("shared_experts", "moe"),
+    ),
 )
 # After the exchange a rank holds top_k rows a token (balanced routing); with etp > 1 each rank of the group gathers
 # the rows of all, so rows grow by etp and the split widths shrink by it.
@@ -171,41 +204,35 @@ _LOSS = (
     Row("head input", "head", lambda z: z.hidden, kept_by_full=True),
 )
 
-# Plain autograd keeps, beside Megatron's tensors: the normalised input of each norm (for the weight's gradient, where
-# the norm is not one kernel), silu(gate) beside gate and up, and with probabilities multiplied in before the second
-# expert matrix the activation before that product. It keeps indices where Megatron's kernel keeps a map of experts.
-_NATIVE_MOE = (
-    Row("router probabilities", "router", lambda z: z.experts, "fp32", ("moe",)),
-    Row("permutation indices", "router", lambda z: 2 * z.top_k, "int64", ("moe",)),
-    *_SHARED,
-    Row(
-        "shared gate activation",
-        "shared_experts",
-        lambda z: z.shared * (z.projections - 1),
-        dropped_by=("shared_experts", "moe"),
-    ),
-    *_EXPERTS,
-    Row(
-        "expert gate activation",
-        "experts",
-        lambda z: z.top_k * z.expert * (z.projections - 1),
-        dropped_by=("moe_act", "moe"),
-    ),
-    Row(
-        "expert activation before its probability",
-        "experts",
-        lambda z: z.top_k * z.expert * (not z.keeps_expert_output),
-        dropped_by=("moe_act", "moe"),
-    ),
-)
-_NATIVE_DENSE = (
-    *_DENSE,
-    Row("gate activation", "dense_mlp", lambda z: z.dense * (z.projections - 1), dropped_by=("mlp",)),
-)
+# The executor, counted by hooks on what its autograd saves. Against Megatron's: one storage holds query, key and value
+# as projected (views of it keep the whole), the latent down projection's holds the rotary part of the key as well, the
+# router works on an fp32 copy of its input, and the permutation is two indices and not a map of experts.
 _NATIVE_ATTENTION = (
-    *_ATTENTION,
-    Row("normalised layer input", "norms", lambda z: z.hidden, dropped_by=("layernorm",)),
-    Row("normalised residual", "norms", lambda z: z.hidden, dropped_by=("layernorm",)),
+    _INPUT,
+    Row("input norm output", "norms", lambda z: z.hidden, dropped_by=("layernorm",)),
+    Row("norm statistics", "norms", lambda z: 2 + z.inner_norms, "fp32"),
+    Row("query down-projection output", "attention", lambda z: z.q_rank),
+    Row("query norm output", "attention", lambda z: z.q_rank),
+    Row("key-value down-projection output", "attention", lambda z: z.kv_down),
+    Row("key-value norm output", "attention", lambda z: z.kv_rank),
+    Row("key-value up-projection output", "attention", lambda z: z.kv_up, dropped_by=("mla_up_proj",)),
+    Row("query, key and value as projected", "attention", lambda z: z.fused_qkv),
+    Row("query", "attention", lambda z: z.query, dropped_by=("mla_up_proj",)),
+    Row("key", "attention", lambda z: z.key, dropped_by=("mla_up_proj",)),
+    Row("attention output", "attention", lambda z: z.attended),
+    Row("softmax log-sum-exp", "attention", lambda z: z.heads * (z.scores == 0), "fp32", ("core_attn",)),
+    Row("softmax output", "attention", lambda z: z.scores, "fp32", ("core_attn",)),
+    Row("residual after attention", "norms", lambda z: z.hidden),
+    Row("pre-MLP norm output", "norms", lambda z: z.hidden, dropped_by=("layernorm",)),
+)
+_NATIVE_MOE = (
+    Row("router input", "router", lambda z: z.hidden, "fp32_copy", ("moe",)),
+    Row("router scores", "router", lambda z: z.router_scores * z.experts, "fp32", ("moe",)),
+    Row("router probabilities", "router", lambda z: 2 * z.top_k, "fp32", ("moe",)),
+    Row("chosen experts", "router", lambda z: z.top_k, "int64", ("moe",)),
+    Row("permutation indices", "router", lambda z: 2 * z.top_k, "int32", ("moe",)),
+    *_SHARED,
+    *_EXPERTS,
 )
 
 # Korthikanti et al. section 4.1, in units of the classic layer: multi-head attention as wide as the model, a GELU MLP
@@ -235,7 +262,7 @@ TABLES: dict[TableName, dict[Section, tuple[Row, ...]]] = {
     "megatron": {"attention": _ATTENTION, "dense": _DENSE, "moe": _MOE, "mtp": _MTP, "loss": _LOSS},
     "native": {
         "attention": _NATIVE_ATTENTION,
-        "dense": _NATIVE_DENSE,
+        "dense": _DENSE,
         "moe": _NATIVE_MOE,
         "mtp": _MTP,
         "loss": _LOSS,
