@@ -2,15 +2,16 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import mul
 from typing import NamedTuple
 
 from moeplan.hwprofiles.schema import HardwareProfile
 from moeplan.model_spec import LayerKind, ModelSpec
 from moeplan.point import Point
 from moeplan.simulator.activations import ActivationKind, kept_bytes, saved_tensors
-from moeplan.simulator.buffers import Buffers, buffer_bytes
+from moeplan.simulator.buffers import buffer_bytes
 from moeplan.simulator.in_flight import peak_counts
-from moeplan.simulator.placement import Chunk, ParameterGroup, rank_chunks, rank_parameters
+from moeplan.simulator.placement import Chunk, rank_chunks, rank_elements, rank_parameters
 from moeplan.simulator.stack import SoftwareStack
 from moeplan.simulator.tensor_tables import Component
 from moeplan.vocabulary import MEMORY_CATEGORIES, PRECISIONS, MemoryCategory
@@ -82,7 +83,7 @@ def peak_memory_bytes(model: ModelSpec, point: Point, stack: SoftwareStack, prof
 def memory_items(model: ModelSpec, point: Point, stack: SoftwareStack, pp_rank: int) -> list[MemoryItem]:
     """What one pipeline rank holds, component by component and tensor by tensor; all categories but framework."""
     items: list[MemoryItem] = []
-    for group in _parameters(model, point)[pp_rank]:
+    for group in rank_parameters(model, point.layout, point.pp, tp=point.tp, etp=point.etp, ep=point.ep)[pp_rank]:
         each = bytes_per_parameter(point, is_expert=group.is_expert, is_quantized=group.is_quantized)
         parts: tuple[tuple[MemoryCategory, float], ...] = (
             ("weights", each.weights),
@@ -120,37 +121,29 @@ class _Rank(NamedTuple):
 
 
 def _allocated(model: ModelSpec, point: Point, stack: SoftwareStack) -> list[_Rank]:
-    per_chunk: dict[Chunk, float] = {}
-    per_content: dict[tuple[tuple[LayerKind, ...], float], Buffers] = {}
-    state = {
-        (is_expert, is_quantized): bytes_per_parameter(point, is_expert=is_expert, is_quantized=is_quantized)
-        for is_expert in (False, True)
-        for is_quantized in (False, True)
-    }
+    elements = rank_elements(model, point.layout, point.pp, tp=point.tp, etp=point.etp, ep=point.ep)
+    by_class = (
+        bytes_per_parameter(point, is_expert=False, is_quantized=False),
+        bytes_per_parameter(point, is_expert=False, is_quantized=True),
+        bytes_per_parameter(point, is_expert=True, is_quantized=True),
+    )
+    all_chunks = rank_chunks(model, point.layout, point.pp)
     peaks = peak_counts(point.pp, point.vp, point.num_micro_batches, point.micro_batch_group_size)
+    chunk_bytes: dict[Chunk, float] = {}
+    transients: dict[tuple[Chunk, ...], tuple[float, float]] = {}  # logits and buffers, of which few kinds exist
     ranks = []
-    parameters, all_chunks = _parameters(model, point), rank_chunks(model, point.layout, point.pp)
-    for groups, chunks, states in zip(parameters, all_chunks, peaks, strict=True):
-        weights = gradients = optimizer = 0.0
-        for group in groups:
-            each = state[group.is_expert, group.is_quantized]
-            weights += group.num_elements * each.weights
-            gradients += group.num_elements * each.gradients
-            optimizer += group.num_elements * each.optimizer
+    for sums, chunks, states in zip(elements, all_chunks, peaks, strict=True):
         for chunk in chunks:
-            if chunk not in per_chunk:
-                per_chunk[chunk] = _chunk_bytes(model, point, stack, chunk)
-        sizes = [per_chunk[chunk] for chunk in chunks]
-        activations = max(sum(count * size for count, size in zip(counts, sizes, strict=True)) for counts in states)
-        content = (_kinds(model, chunks), _logit_bytes(model, point, stack, chunks))
-        if content not in per_content:
-            per_content[content] = buffer_bytes(model, point, stack, *content)
-        ranks.append(_Rank(weights, gradients, optimizer, activations, content[1], sum(per_content[content])))
+            if chunk not in chunk_bytes:
+                chunk_bytes[chunk] = _chunk_bytes(model, point, stack, chunk)
+        if chunks not in transients:
+            logits = _logit_bytes(model, point, stack, chunks)
+            transients[chunks] = logits, sum(buffer_bytes(model, point, stack, _kinds(model, chunks), logits))
+        sizes = [chunk_bytes[chunk] for chunk in chunks]
+        weights, gradients, optimizer = (sum(map(mul, sums, column)) for column in zip(*by_class, strict=True))
+        activations = max([sum(map(mul, counts, sizes)) for counts in states])
+        ranks.append(_Rank(weights, gradients, optimizer, activations, *transients[chunks]))
     return ranks
-
-
-def _parameters(model: ModelSpec, point: Point) -> tuple[tuple[ParameterGroup, ...], ...]:
-    return rank_parameters(model, point.layout, point.pp, tp=point.tp, etp=point.etp, ep=point.ep)
 
 
 def _layers(chunk: Chunk) -> Iterator[tuple[ActivationKind, int]]:

@@ -60,6 +60,27 @@ def rank_parameters(
     return tuple(_of_rank(model, pipeline.stages_of_rank(pp, rank), tp, etp, ep) for rank in range(pp))
 
 
+class ElementSums(NamedTuple):
+    """Elements of one rank by class, as far as bytes per parameter differ. Experts are linears."""
+
+    plain: float
+    linears: float
+    experts: float
+
+
+@lru_cache(maxsize=4096)
+def rank_elements(model: ModelSpec, layout: str, pp: int, *, tp: int, etp: int, ep: int) -> tuple[ElementSums, ...]:
+    """Sums of :func:`rank_parameters` over components."""
+    return tuple(
+        ElementSums(
+            plain=sum(group.num_elements for group in groups if not group.is_quantized),
+            linears=sum(group.num_elements for group in groups if group.is_quantized and not group.is_expert),
+            experts=sum(group.num_elements for group in groups if group.is_expert),
+        )
+        for groups in rank_parameters(model, layout, pp, tp=tp, etp=etp, ep=ep)
+    )
+
+
 def _of_rank(model: ModelSpec, stages: tuple[Stage, ...], tp: int, etp: int, ep: int) -> tuple[ParameterGroup, ...]:
     kinds = [model.layer_kinds[layer] for stage in stages for layer in stage.layers]
     groups = [group for kind in kinds for group in layer_groups(model, kind, tp, etp, ep)]
