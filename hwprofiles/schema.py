@@ -77,9 +77,15 @@ Fraction = Annotated[Sourced, AfterValidator(_fraction)]
 
 
 class GemmCurve(Provenance):
-    """Dense GEMM rate by rows M (tokens), median over wide N and K. FLOP/s."""
+    """Dense GEMM rate by rows M (tokens), median over wide N and K. FLOP/s.
+
+    ``typical_inner`` is the K of the readings and ``inner_overhead`` what K pays for filling and draining: the rate
+    goes with K / (K + inner_overhead). None: as the GPU readings have it.
+    """
 
     dtype: Dtype
+    typical_inner: float | None = Field(default=None, gt=0)
+    inner_overhead: float | None = Field(default=None, ge=0)
     rows: tuple[float, ...] = Field(min_length=1)
     flops_per_s: tuple[float, ...] = Field(min_length=1)
 
