@@ -1,0 +1,71 @@
+"""A pool of gloo processes that lives through a test module: starting one costs seconds, using it milliseconds."""
+
+import multiprocessing
+import os
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+_TIMEOUT_S = 120
+
+
+class GlooPool:
+    """Ranks of one world. ``run`` calls one function on all of them."""
+
+    def __init__(self, connections: list[Connection]) -> None:
+        self._connections = connections
+
+    def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Results of ``function(rank, *arguments)`` by rank. The function must be importable: a module's own."""
+        for connection in self._connections:
+            connection.send((function, arguments))
+        results = []
+        for rank, connection in enumerate(self._connections):
+            assert connection.poll(_TIMEOUT_S), f"rank {rank} does not answer"
+            is_ok, result = connection.recv()
+            assert is_ok, f"rank {rank}: {result}"
+            results.append(result)
+        return results
+
+
+@contextmanager
+def gloo_pool(world_size: int, folder: Path) -> Iterator[GlooPool]:
+    """A running pool; ``folder`` holds the file by which its ranks find each other."""
+    context = multiprocessing.get_context("spawn")
+    connections, processes = [], []
+    for rank in range(world_size):
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_serve, args=(rank, world_size, str(folder / "store"), theirs), daemon=True)
+        process.start()
+        theirs.close()
+        connections.append(ours)
+        processes.append(process)
+    try:
+        yield GlooPool(connections)
+    finally:
+        for connection in connections:
+            connection.send(None)
+        for process in processes:
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+def _serve(rank: int, world_size: int, store: str, connection: Connection) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+    while (request := connection.recv()) is not None:
+        function, arguments = request
+        try:
+            connection.send((True, function(rank, *arguments)))
+        except Exception:  # noqa: BLE001 - the test fails with the traceback of the rank
+            connection.send((False, traceback.format_exc()))
+    dist.destroy_process_group()
