@@ -6,7 +6,8 @@ follows moeplan.pipeline_order. Uniform 1F1B gives (M + P - 1)(F + B).
 
 Between warm-up and cool-down the order repeats with every group of micro-batches. Where all live times of two
 successive groups differ by one constant, every later group adds the same constant, because the recurrence commutes
-with a shift: those groups are skipped, exactly. Where that never happens every chunk is walked.
+with a shift: those groups are skipped, exactly. Until then the same group is walked again and again, so the order is
+worked out for KEPT_GROUPS groups only, however many micro-batches there are.
 """
 
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ Array = NDArray[np.float64]
 Indices = NDArray[np.intp]
 # Two successive groups count as shifted uniformly within this part of the shift: rounding of sums of doubles.
 SHIFT_TOLERANCE_FRAC = 1e-12
+KEPT_GROUPS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,7 @@ class CompiledOrder:
     num_slots: int
     blocks: tuple[tuple[int, int], ...]
     live_slots: tuple[Indices, ...]
-    """After each block: slots written so far that a later level reads, in an order that repeats too."""
+    """After each block: slots written and not yet read, by kind, stage and micro-batch, so that their order repeats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,18 +72,26 @@ def pipeline_time(
     time a message takes between neighbouring stages. Sending occupies neither rank.
     """
     pp, vp, num_micro_batches, group = order
-    compiled = compile_order(pp, vp, num_micro_batches, pp if group is None else group)
     num_plans, num_stages = forward_s.shape
-    durations = np.stack([forward_s, backward_s], axis=2).reshape(num_plans, 2 * num_stages).T
     # Plans are the last axis: the rows of one level are then contiguous.
-    free = _walk(compiled, np.ascontiguousarray(durations), send_s, pp)
+    durations = np.ascontiguousarray(np.stack([forward_s, backward_s], axis=2).reshape(num_plans, 2 * num_stages).T)
+    group = pp if group is None else group
+    left_out = max(0, num_micro_batches // group - KEPT_GROUPS)
+    compiled = compile_order(pp, vp, num_micro_batches - left_out * group, group)
+    if left_out and not compiled.blocks:
+        compiled, left_out = compile_order(pp, vp, num_micro_batches, group), 0
+    free = walk(compiled, durations, send_s, pp, left_out)
     per_rank = (forward_s + backward_s).reshape(num_plans, vp, pp).sum(axis=1) * num_micro_batches
     end: Array = free.T
     return PipelineTime(end.max(axis=1), end, per_rank)
 
 
-def _walk(compiled: CompiledOrder, durations: Array, send_s: Array, pp: int) -> Array:
-    """When each rank is free after its last chunk, (ranks, plans)."""
+def walk(compiled: CompiledOrder, durations: Array, send_s: Array, pp: int, more_blocks: int = 0) -> Array:
+    """When each rank is free after its last chunk, (ranks, plans).
+
+    ``durations`` is (2 x stages, plans), forward and backward of stage 0 first. ``more_blocks``: how many further
+    times the last block runs before the cool-down.
+    """
     num_plans = durations.shape[1]
     free = np.zeros((pp, num_plans))
     slots = np.zeros((compiled.num_slots, num_plans))
@@ -94,23 +104,26 @@ def _walk(compiled: CompiledOrder, durations: Array, send_s: Array, pp: int) -> 
             free[level.ranks] = end
             slots[level.targets] = end
 
-    if not compiled.blocks:
+    blocks, live = compiled.blocks, compiled.live_slots
+    if not blocks:
         run(0, len(compiled.levels))
         return free
-    run(0, compiled.blocks[0][0])
+    run(0, blocks[0][0])
     previous: Array | None = None
-    for index, (first, last) in enumerate(compiled.blocks):
-        run(first, last)
-        state = np.concatenate([free, slots[compiled.live_slots[index]]])
+    for index in range(len(blocks) + more_blocks):
+        at = min(index, len(blocks) - 1)
+        if index > at:  # the last block again: its messages take the place of those of the block before
+            slots[live[at - 1]] = slots[live[at]]
+        run(*blocks[at])
+        state = np.concatenate([free, slots[live[at]]])
         shift = None if previous is None else _uniform_shift(previous, state)
-        left = len(compiled.blocks) - 1 - index
-        if shift is not None and left:
-            # The last block's live slots are what the cool-down reads: the same times, shifted by the blocks left out.
+        if shift is not None:
+            left = len(blocks) + more_blocks - 1 - index
             free += left * shift
-            slots[compiled.live_slots[-1]] = state[pp:] + left * shift
+            slots[live[-1]] = state[pp:] + left * shift
             break
         previous = state
-    run(compiled.blocks[-1][1], len(compiled.levels))
+    run(blocks[-1][1], len(compiled.levels))
     return free
 
 
@@ -148,10 +161,8 @@ def compile_order(pp: int, vp: int, num_micro_batches: int, group: int) -> Compi
     bounds = [0, *(i for i in range(1, len(placed)) if starts[i] != starts[i - 1]), len(placed)]
     levels = tuple(_level(placed[first:last], slot_of, pp, pp * vp) for first, last in pairwise(bounds))
     blocks = _blocks(levels, [starts[first] for first in bounds[:-1]], placed, 2 * vp * group, bounds)
-    live = _live_slots(levels, blocks)
-    if len({len(one) for one in live}) > 1:
-        blocks, live = (), ()
-    return CompiledOrder(levels, len(placed) + 1, blocks, live)
+    live = _live_slots(levels, blocks, placed, pp, group)
+    return CompiledOrder(levels, len(placed) + 1, blocks if live else (), live)
 
 
 def _stage(one: _Placed, pp: int) -> int:
@@ -225,7 +236,7 @@ def _blocks(
         if len(run) > len(best):
             best = tuple(run)
         start += period
-    return best if len(best) > 2 else ()
+    return best if len(best) > 1 else ()
 
 
 def _first_backward(placed: list[_Placed], bounds: list[int]) -> int:
@@ -236,14 +247,27 @@ def _first_backward(placed: list[_Placed], bounds: list[int]) -> int:
     raise AssertionError("an order without a backward")
 
 
-def _live_slots(levels: tuple[Level, ...], blocks: tuple[tuple[int, int], ...]) -> tuple[Indices, ...]:
-    """After each block, the slots already written that later levels read, in order of being read."""
-    written: dict[int, int] = {}
+def _live_slots(
+    levels: tuple[Level, ...], blocks: tuple[tuple[int, int], ...], placed: list[_Placed], pp: int, group: int
+) -> tuple[Indices, ...]:
+    """Slots written and not yet read after each block; nothing where they are not those of the block before, later.
+
+    Every message is read once, so what is unread after a block depends on the past alone.
+    """
+    chunk = np.array([-1, *(2 * _stage(one, pp) + (one.step.kind == "B") for one in placed)])
+    micro_batch = np.array([0, *(one.step.micro_batch for one in placed)])
+    written, read = np.full(len(chunk), len(levels)), np.full(len(chunk), -1)
     for index, level in enumerate(levels):
-        for slot in level.targets.tolist():
-            written[slot] = index
-    reads = [(index, slot) for index, level in enumerate(levels) for slot in level.sources.tolist() if slot]
-    return tuple(
-        np.array([slot for index, slot in reads if index >= last and written[slot] < last], dtype=np.intp)
-        for _, last in blocks
-    )
+        written[level.targets] = index
+        read[level.sources] = index
+    live: list[Indices] = []
+    pattern: NDArray[np.intp] | None = None
+    for index, (_, last) in enumerate(blocks):
+        slots = np.flatnonzero((written < last) & (read >= last))
+        slots = slots[np.lexsort((micro_batch[slots], chunk[slots]))]
+        moved = np.stack([chunk[slots], micro_batch[slots] - index * group])
+        if pattern is not None and not np.array_equal(moved, pattern):
+            return ()
+        pattern = moved
+        live.append(slots)
+    return tuple(live)

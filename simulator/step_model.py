@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Literal
 
 import numpy as np
 
@@ -85,6 +86,7 @@ class StepModel:
     profile: HardwareProfile
     _parts: dict[tuple[Part, OpShape], PartTime] = field(default_factory=dict)
     _stages: dict[str, tuple[dict[Part, int], ...]] = field(default_factory=dict)
+    _ends: dict[tuple[object, ...], tuple[StepEnds, ...]] = field(default_factory=dict)
 
     def step_times(self, points: Sequence[Point]) -> list[StepTime]:
         """Step time of every point, in order; points of one pipeline order are evaluated together."""
@@ -118,11 +120,26 @@ class StepModel:
             self._parts[key] = PartTime(forward, backward, hidden)
         return self._parts[key]
 
+    def phase(self, point: Point, part: Part, kind: Literal["F", "B"]) -> PhaseTime:
+        """Forward or backward of one part of a plan, with its ops."""
+        time = self.part_time(part, OpShape.of(point, self.stack, self.profile))
+        return time.forward if kind == "F" else time.backward
+
     def stage_parts(self, layout: str) -> tuple[dict[Part, int], ...]:
         """Parts of every virtual stage with their counts."""
         if layout not in self._stages:
             self._stages[layout] = _stage_parts(self.model, layout)
         return self._stages[layout]
+
+    def step_ends(self, point: Point) -> tuple[StepEnds, ...]:
+        """Gradient reduction, parameter gathering and optimizer of every pipeline rank."""
+        key = (
+            *(point.num_gpus, point.layout, point.tp, point.cp, point.pp, point.etp, point.ep),
+            *(point.precision, point.sharding, point.grad_dtype, point.moment_dtype),
+        )
+        if key not in self._ends:
+            self._ends[key] = step_ends(self.model, point, self.stack.time, self.profile)
+        return self._ends[key]
 
     def _chunks(self, point: Point) -> _Chunks:
         shape = OpShape.of(point, self.stack, self.profile)
@@ -163,7 +180,7 @@ class StepModel:
 
     def _assemble(self, point: Point, chunks: _Chunks, times: PipelineTime, row: int, row_without: int) -> StepTime:
         """Pipeline, then what comes once a step: the slowest rank's exposed reduction, optimizer and gathering."""
-        ends = step_ends(self.model, point, self.stack.time, self.profile)
+        ends = self.step_ends(point)
         gather, reduce = _exposed_ends(point, chunks, ends)
         optimizer = np.array([end.optimizer_s for end in ends])
         pipeline_s, finished = times.step_s[row], times.end_s[row]
@@ -193,7 +210,7 @@ class StepModel:
             found = self.part_time(part, shape)
             times = count * point.num_micro_batches / point.pp
             weighted += [(run.cost.seconds * times, run.cost) for run in (*found.forward.runs, *found.backward.runs)]
-        for end in step_ends(self.model, point, self.stack.time, self.profile):
+        for end in self.step_ends(point):
             weighted += [(one.seconds / point.pp, one) for one in end.costs]
         return _doubt(weighted)
 
