@@ -86,7 +86,7 @@ class StepTrace(AbstractContextManager["StepTrace"]):
         if device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
         self._device = device
-        self._profile = profile(activities=activities)
+        self._profile = profile(activities=activities, acc_events=True)  # without it torch 2.11 warns of lost events
         self._step = record_function(STEP_LABEL)
 
     def __enter__(self) -> Self:
