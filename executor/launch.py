@@ -121,6 +121,7 @@ def _failure_of(folder: Path, log: str, progress: str) -> MoeplanError:
     """The one error that tells best why the run failed: a rank's own words, else the signal that ended one."""
     failures = read_failures(folder)
     killed = [(int(rank), -int(code)) for rank, code in _REPORTED.findall(log) if int(code) < 0]
+    killed.sort(key=lambda rank_and_number: rank_and_number[1] == signal.SIGTERM)  # torchrun's own way to end the rest
     if failures and failures[0].kind == "known":
         return _raised_by(failures[0])
     if killed:

@@ -1,0 +1,65 @@
+from typing import Any
+
+import pytest
+
+from moeplan.errors import InvalidInputError
+from moeplan.executor.check import check_run, check_supported, check_world
+from moeplan.model_spec import ModelSpec
+from moeplan.run_config import RunConfig
+from tests.executor.cases import GQA_MODEL, MLA_MODEL, tiny_plan
+
+ATTENTION, MOE = GQA_MODEL.attention, GQA_MODEL.moe
+assert MOE is not None
+
+
+@pytest.mark.parametrize("model", [GQA_MODEL, MLA_MODEL])
+def test_what_the_executor_runs_passes(model: ModelSpec) -> None:
+    check_supported(tiny_plan(model, 4, tp=2, etp=2, ep=2))
+
+
+@pytest.mark.parametrize(
+    "key,changes",
+    [
+        ("pp", {"pp": 2}),
+        ("cp", {"cp": 2}),
+        ("precision", {"precision": "fp8_blockwise"}),
+        ("dispatcher", {"dispatcher": "flex"}),
+        ("moment_dtype", {"moment_dtype": "bf16", "precision": "bf16"}),
+    ],
+)
+def test_each_limit_of_plans_is_named(key: str, changes: dict[str, Any]) -> None:
+    with pytest.raises(InvalidInputError, match=f"^{key}: got .*, the native executor runs ") as caught:
+        check_supported(tiny_plan(GQA_MODEL, 4, **changes))
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize(
+    "key,changes",
+    [
+        ("model.num_mtp_layers", {"num_mtp_layers": 1}),
+        ("model.attention.sinks", {"attention": ATTENTION.model_copy(update={"sinks": True})}),
+        ("model.moe.mlp_bias", {"moe": MOE.model_copy(update={"mlp_bias": True})}),
+        (
+            "model.moe.router.aux_loss",
+            {"moe": MOE.model_copy(update={"router": MOE.router.model_copy(update={"aux_loss": "global_aux_loss"})})},
+        ),
+        ("model.vocab_size", {"vocab_size": 257}),
+    ],
+)
+def test_each_limit_of_models_is_named(key: str, changes: dict[str, Any]) -> None:
+    with pytest.raises(InvalidInputError, match=f"^{key}: got ") as caught:
+        check_supported(tiny_plan(GQA_MODEL.model_copy(update=changes), 4, tp=2))
+    assert caught.value.hint
+
+
+def test_world_must_be_that_of_the_plan() -> None:
+    check_world(tiny_plan(GQA_MODEL, 4), 4)
+    for num_processes in (2, 8):
+        with pytest.raises(InvalidInputError, match=f"{num_processes} processes for a plan of 4 GPUs"):
+            check_world(tiny_plan(GQA_MODEL, 4), num_processes)
+
+
+def test_some_step_must_be_timed() -> None:
+    check_run(RunConfig(steps=6, warmup_steps_untimed=3, profile_steps=2))
+    with pytest.raises(InvalidInputError, match="steps: got 5, allowed: more than"):
+        check_run(RunConfig(steps=5, warmup_steps_untimed=3, profile_steps=2))

@@ -1,0 +1,61 @@
+from pathlib import Path
+
+import pytest
+import torch
+
+from moeplan.errors import InvalidInputError
+from moeplan.executor.data import open_tokens
+from moeplan.run_config import RunConfig
+from tests.executor.cases import GQA_MODEL, tiny_plan
+
+PLAN = tiny_plan(GQA_MODEL, 1)
+
+
+def write_tokens(path: Path, tokens: list[int], dtype: torch.dtype = torch.uint16) -> Path:
+    path.write_bytes(bytes(torch.tensor(tokens).to(dtype).view(torch.uint8).tolist()))
+    return path
+
+
+def test_library_sources_are_the_same_each_time_and_depend_on_seed_step_and_sequence() -> None:
+    source = open_tokens(PLAN, RunConfig())
+    tokens, targets = source.batch(3, 2, 2)
+    assert tokens.shape == targets.shape == (32,)
+    torch.testing.assert_close(tokens[1:16], targets[:15])
+    again = open_tokens(PLAN, RunConfig()).batch(3, 2, 2)
+    torch.testing.assert_close((tokens, targets), again)
+    torch.testing.assert_close(tokens[16:], source.batch(3, 3, 1)[0])
+    others = [source.batch(4, 2, 2), source.batch(3, 4, 2), open_tokens(PLAN, RunConfig(seed=1)).batch(3, 2, 2)]
+    assert all(not torch.equal(tokens, other[0]) for other in others)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32"])
+def test_file_gives_its_own_consecutive_ids(tmp_path: Path, dtype: str) -> None:
+    path = write_tokens(tmp_path / "ids.bin", list(range(100)), getattr(torch, dtype))
+    source = open_tokens(PLAN, RunConfig.model_validate({"data": str(path), "data_dtype": dtype}))
+    ids = source.sequence(0, 0)
+    assert len(ids) == 17
+    assert ids.tolist() == list(range(int(ids[0]), int(ids[0]) + 17))
+
+
+def test_shortest_file_has_one_sequence(tmp_path: Path) -> None:
+    path = write_tokens(tmp_path / "ids.bin", list(range(17)))
+    assert open_tokens(PLAN, RunConfig(data=str(path))).sequence(5, 7).tolist() == list(range(17))
+
+
+def test_foreign_token_id_is_named(tmp_path: Path) -> None:
+    path = write_tokens(tmp_path / "ids.bin", [*range(12), 256, *range(4)])
+    source = open_tokens(PLAN, RunConfig(data=str(path)))
+    with pytest.raises(InvalidInputError, match=r"ids\.bin: token id 256 at position 12, .* vocab_size 256") as caught:
+        source.sequence(0, 0)
+    assert "data_dtype" in caught.value.hint
+
+
+def test_unusable_files_are_refused(tmp_path: Path) -> None:
+    cases = [
+        (tmp_path / "missing.bin", "file not found"),
+        (write_tokens(tmp_path / "short.bin", list(range(16))), r"16 tokens, allowed: at least seq_len \+ 1 = 17"),
+        (write_tokens(tmp_path / "odd.bin", [1] * 35, torch.uint8), "35 bytes, allowed: a multiple of 2"),
+    ]
+    for path, message in cases:
+        with pytest.raises(InvalidInputError, match=message):
+            open_tokens(PLAN, RunConfig(data=str(path)))

@@ -1,0 +1,127 @@
+"""Runs through torchrun: figures, failures that name the rank, and no process left behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from moeplan.errors import InvalidInputError, RunFailedError
+from moeplan.executor.launch import launch
+from moeplan.files import toml_text
+from moeplan.plan import Plan
+from moeplan.results import Figures
+from moeplan.run_config import RunConfig
+from tests.executor.cases import GQA_MODEL, tiny_plan
+
+ROOT = Path(__file__).parents[2]
+PLAN = tiny_plan(GQA_MODEL, 2, ep=2, precision="fp32")
+# A killed run must be gone well within half a minute, its start not counted.
+PATIENCE_S = 20
+LAUNCH = """
+import sys
+from pathlib import Path
+from moeplan.errors import MoeplanError
+from moeplan.executor.launch import launch
+try:
+    launch(Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), 2)
+except MoeplanError as error:
+    sys.stderr.write(f"error: {error.message}\\n")
+    sys.exit(error.exit_code)
+"""
+
+
+def files(folder: Path, plan: Plan = PLAN, **run: Any) -> tuple[Path, Path, Path]:
+    """Paths of plan, run settings and measurement."""
+    plan_path, run_path = folder / "plan.toml", folder / "run.toml"
+    plan_path.write_text(toml_text(plan), encoding="utf-8")
+    run_path.write_text(toml_text(RunConfig.model_validate(run)), encoding="utf-8")
+    return plan_path, run_path, folder / "measurement.json"
+
+
+def test_a_run_writes_its_figures_and_reports_each_step(tmp_path: Path) -> None:
+    plan_path, run_path, out_path = files(tmp_path, steps=7, log_every=3)
+    lines: list[str] = []
+    launch(plan_path, run_path, out_path, 2, lines.append)
+    assert [line.split()[1] for line in lines] == ["3/7", "6/7", "7/7"]
+    figures = Figures.model_validate(json.loads(out_path.read_text(encoding="utf-8")))
+    assert figures.plan_id == PLAN.plan_id
+    assert len(figures.losses) == 7
+    assert len(figures.step_times_s) == 7 - 3 - 2
+    assert min(figures.step_times_s) <= figures.step_s <= max(figures.step_times_s)
+    assert figures.tokens_per_s_per_gpu == pytest.approx(PLAN.tokens_per_step / figures.step_s / 2)
+    sums = {category: values[0] for category, values in figures.memory_bytes.items()}
+    assert figures.peak_memory_bytes == sum(sums.values())
+    assert min(sums[name] for name in ("weights", "gradients", "optimizer", "framework")) > 0
+    assert {"attention", "dense_gemm", "expert_gemm", "dispatch", "dp_comm", "optimizer"} <= set(figures.time_s)
+
+
+def test_what_cannot_work_is_refused_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "Popen", lambda *_args, **_kwargs: pytest.fail("a process was started"))
+    for num_processes, run, message in (
+        (4, {}, "4 processes for a plan of 2 GPUs"),
+        (2, {"steps": 3}, "steps: got 3"),
+        (2, {"data": str(tmp_path / "none.bin")}, "file not found"),
+    ):
+        with pytest.raises(InvalidInputError, match=message):
+            launch(*files(tmp_path, **run), num_processes)
+
+
+def test_a_rank_that_meets_a_foreign_token_says_so(tmp_path: Path) -> None:
+    data = tmp_path / "ids.bin"
+    data.write_bytes(b"\x01\x00" * 15 + b"\xff\xff" + b"\x01\x00")
+    with pytest.raises(InvalidInputError, match=r"ids\.bin: token id 65535 at position 15") as caught:
+        launch(*files(tmp_path, data=str(data)), 2, lambda _line: None)
+    assert caught.value.exit_code == 2
+
+
+def start(paths: tuple[Path, Path, Path]) -> "tuple[subprocess.Popen[str], list[psutil.Process]]":
+    """A launcher in a process of its own, in its first steps, and the worker processes by rank."""
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", LAUNCH, *map(str, paths)], cwd=ROOT, stderr=subprocess.PIPE, text=True
+    )
+    assert launcher.stderr is not None
+    assert launcher.stderr.readline().startswith("step 1/")
+    children = psutil.Process(launcher.pid).children(recursive=True)
+    workers = {int(child.environ()["RANK"]): child for child in children if "RANK" in child.environ()}
+    assert sorted(workers) == [0, 1]
+    return launcher, [workers[0], workers[1], *(child for child in children if child not in workers.values())]
+
+
+def finish(launcher: "subprocess.Popen[str]", children: list[psutil.Process]) -> str:
+    """What the launcher said last, after checking that all went in time and nothing is left."""
+    begin_s = time.monotonic()
+    _, text = launcher.communicate(timeout=PATIENCE_S)
+    _, alive = psutil.wait_procs(children, timeout=max(0.1, PATIENCE_S - (time.monotonic() - begin_s)))
+    assert not alive, f"left behind: {alive}"
+    errors = [line for line in text.splitlines() if not line.startswith("step ")]
+    assert len(errors) == 1, errors
+    assert launcher.returncode == RunFailedError.exit_code
+    return errors[0]
+
+
+def test_a_killed_worker_ends_the_run_and_is_named(tmp_path: Path) -> None:
+    launcher, children = start(files(tmp_path, steps=10_000))
+    children[1].kill()
+    assert finish(launcher, children).startswith("error: rank 1 was killed by SIGKILL after step ")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_the_launcher_ends_everything(tmp_path: Path, number: signal.Signals) -> None:
+    launcher, children = start(files(tmp_path, steps=10_000))
+    os.kill(launcher.pid, number)
+    assert finish(launcher, children).startswith(f"error: the run was stopped by {number.name} after step ")
+
+
+def test_workers_do_not_outlive_a_killed_launcher(tmp_path: Path) -> None:
+    launcher, children = start(files(tmp_path, steps=10_000))
+    launcher.kill()
+    launcher.communicate(timeout=PATIENCE_S)
+    _, alive = psutil.wait_procs(children, timeout=PATIENCE_S)
+    assert not alive, f"left behind: {alive}"
