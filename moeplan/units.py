@@ -23,13 +23,15 @@ DTYPE_BYTES: dict[str, float] = {
 
 def format_bytes(num_bytes: float) -> str:
     """Memory in GiB or MiB, always with the unit."""
-    if abs(num_bytes) >= GIB / 10:
+    if abs(num_bytes) >= GIB:
         return f"{num_bytes / GIB:.1f} GiB"
     return f"{num_bytes / MIB:.1f} MiB"
 
 
 def format_seconds(seconds: float) -> str:
-    """A time with three significant digits in s, ms or us."""
+    """A time with three significant digits in s, ms or us; below a nanosecond it is rounding, and zero."""
+    if abs(seconds) < MICROSECOND / 1000:
+        return "0 s"
     if abs(seconds) >= 1:
         return f"{seconds:.3g} s" if abs(seconds) < 1000 else f"{seconds:.0f} s"
     if abs(seconds) >= MILLISECOND:

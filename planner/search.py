@@ -75,7 +75,7 @@ def search(request: SearchRequest, progress: Callable[[int, int], None] | None =
     started_s = time.monotonic()
     sweep = _sweep(request, started_s, progress)
     if not sweep.fitting and not sweep.wall.count:
-        _raise_illegal(request, sweep.tally)
+        _raise_illegal(sweep)
     times = step_times(request.model, sweep.fitting, request.stack, request.profile)
     order = sorted(
         range(len(times)), key=lambda index: (times[index].step_s, sweep.fitting[index].as_dict().__repr__())
@@ -107,22 +107,27 @@ def _sweep(request: SearchRequest, started_s: float, progress: Callable[[int, in
 
 def _add_fitting(sweep: _Sweep, family: Family) -> bool:
     """Keep the points of ``family`` that fit and are not beaten by a smaller set of recomputed modules that fits."""
-    request, kept = sweep.request, list[set[RecomputeModule]]()
-    least, least_point = float("inf"), family.base
-    for point in family.points():
-        sweep.num_points += 1
+    points = list(family.points())
+    sweep.num_points += len(points)
+    lightest, needed = points[-1], _needed_bytes(sweep, points[-1])  # the last set recomputes most
+    if needed > sweep.wall.available_bytes:
+        sweep.wall.add(needed, lightest)
+        return False
+    kept: list[set[RecomputeModule]] = []
+    for point in points[:-1]:
         chosen = set(point.recompute)
-        if any(smaller <= chosen for smaller in kept) or (kept and "full" in chosen):
-            continue  # recomputing more only takes longer
-        needed = peak_memory_bytes(request.model, point, request.stack, request.profile)
-        if needed < least:
-            least, least_point = needed, point
-        if needed <= sweep.wall.available_bytes:
+        beaten = any(smaller <= chosen for smaller in kept)  # recomputing more only takes longer
+        if not beaten and _needed_bytes(sweep, point) <= sweep.wall.available_bytes:
             sweep.fitting.append(point)
             kept.append(chosen)
     if not kept:
-        sweep.wall.add(least, least_point)
-    return bool(kept)
+        sweep.fitting.append(lightest)
+    return True
+
+
+def _needed_bytes(sweep: _Sweep, point: Point) -> float:
+    request = sweep.request
+    return peak_memory_bytes(request.model, point, request.stack, request.profile)
 
 
 def _ranked(request: SearchRequest, point: Point) -> RankedPlan:
@@ -135,12 +140,15 @@ def to_plan(request: SearchRequest, point: Point) -> Plan:
     return Plan(model=request.model, hardware=request.hardware, stack=request.stack.name, **point.as_dict())
 
 
-def _raise_illegal(request: SearchRequest, tally: Tally) -> None:
-    examples = [message for key, message in tally.examples.items() if key != "forbidden"] or list(
-        tally.examples.values()
-    )
+def _raise_illegal(sweep: _Sweep) -> None:
+    request, tally = sweep.request, sweep.tally
+    if not sweep.is_complete:
+        raise InvalidInputError(
+            f"no plan was costed within the time limit of {request.time_limit_s:g} s", "allow more with --time-limit"
+        )
+    examples = [message for key, message in tally.examples.items() if key != "forbidden"]
     what = ", ".join(f"{key}={value}" for key, value in request.fixed.items()) or "any degrees"
-    reasons = "; ".join(examples[:3]) or "the space is empty"
+    reasons = "; ".join(examples[:3]) or "--forbid leaves nothing"
     raise InvalidInputError(f"no legal plan with {what}: {reasons}", "loosen --fix or change the number of GPUs")
 
 

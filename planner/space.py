@@ -19,7 +19,9 @@ from moeplan.vocabulary import RecomputeModule
 MESH_AXES = ("tp", "cp", "pp", "etp", "ep")
 # Report section 10.2: context parallelism from 8K tokens on, and no less than 4K tokens a rank.
 MIN_SEQ_LEN_FOR_CP, MIN_TOKENS_PER_CP_RANK = 8192, 4096
-MAX_TP, MAX_MBS = 8, 8  # wider tensor parallelism leaves GEMMs too narrow; --fix reaches beyond both
+# Wider tensor parallelism leaves GEMMs too narrow; none of 814 published runs has more virtual stages than 16.
+# --fix reaches beyond these.
+MAX_TP, MAX_MBS, MAX_VP = 8, 8, 16
 # Modules whose recomputation is cheap for what it frees (report section 1.6), tried in every combination. ``full``
 # repeats GEMMs and the expert exchange and is tried alone, last.
 CHEAP_MODULES: tuple[RecomputeModule, ...] = ("layernorm", "moe_act", "mla_up_proj", "shared_experts")
@@ -108,8 +110,9 @@ def _precisions(request: SearchRequest) -> tuple[str, ...]:
 
 
 def _dispatchers(request: SearchRequest) -> tuple[str, ...]:
-    """Back ends to try: those of the stack that ``--fix`` leaves."""
-    known = request.stack.dispatchers
+    """Back ends to try: those of the stack for which the profile has a rate, as far as ``--fix`` leaves them."""
+    rated = {rate.backend for rate in request.profile.dispatch} | {"alltoall"}
+    known = tuple(name for name in request.stack.dispatchers if name in rated)
     if request.model.moe is None:
         return ("alltoall",)  # no expert exchange: the field has no effect
     wanted = tuple(
@@ -122,7 +125,8 @@ def _dispatchers(request: SearchRequest) -> tuple[str, ...]:
             f"{key}={request.fixed[key]}" for key in ("dispatcher", "flex_backend") if key in request.fixed
         )
         raise InvalidInputError(
-            f"--fix {pins}: stack {request.stack.name} has {', '.join(known) or 'no MoE layer'}",
+            f"--fix {pins}: stack {request.stack.name} on {request.profile.name} has "
+            f"{', '.join(known) or 'no MoE layer'}",
             "choose one of those, or another --stack",
         )
     return wanted
@@ -157,7 +161,7 @@ def vp_values(model: ModelSpec, pp: int) -> tuple[int, ...]:
     if pp == 1:
         return (1,)
     values: dict[int, int] = {}
-    for vp in range(1, (model.num_layers + 1) // pp + 1):
+    for vp in range(1, min(MAX_VP, (model.num_layers + 1) // pp) + 1):
         values.setdefault(-(-model.num_layers // (pp * vp)), vp)
     return tuple(values.values()) or (1,)
 

@@ -9,7 +9,7 @@ from moeplan.parameters import active_parameters, total_parameters
 from moeplan.presets import load_model, model_names
 from moeplan.report.output import out_console, print_json
 from moeplan.report.show import print_model, print_profile
-from moeplan.report.tables import table
+from moeplan.report.tables import table, with_text_last
 from moeplan.units import GFLOP, GIB, TFLOP, format_count
 
 SHOWN_SEQ_LEN = 4096
@@ -70,9 +70,7 @@ def list_hardware(as_json: bool) -> None:
         for profile in profiles
     ]
     columns = ["name", "bf16 TFLOP/s", "usable GiB", "scale-up GPUs", "description"]
-    made = table("Hardware profiles", columns, rows)
-    made.columns[-1].justify = "left"
-    out_console().print(made)
+    out_console().print(with_text_last(table("Hardware profiles", columns, rows)))
 
 
 def show_hardware(name: str, as_json: bool) -> None:

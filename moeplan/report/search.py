@@ -7,11 +7,11 @@ from rich.table import Table
 from moeplan.planner.request import SearchRequest
 from moeplan.planner.search import RankedPlan, SearchOutcome
 from moeplan.report.output import out_console
-from moeplan.report.tables import memory_table, table, time_table
+from moeplan.report.tables import memory_table, table, time_table, with_text_last
 from moeplan.results import Rejection
 from moeplan.units import format_bytes, format_count, format_seconds
 
-DEGREES = ("tp", "cp", "dp", "pp", "vp", "etp", "ep", "edp", "mbs")
+DEGREES = ("tp", "cp", "dp", "pp", "vp", "etp", "ep", "edp")
 
 
 def print_outcome(request: SearchRequest, outcome: SearchOutcome, out: Path | None) -> None:
@@ -26,12 +26,17 @@ def print_outcome(request: SearchRequest, outcome: SearchOutcome, out: Path | No
         console.print(_ranking(request, outcome))
         best = outcome.plans[0]
         plan = best.plan
-        console.print(f"Best plan {plan.plan_id}: layout {plan.layout}, {plan.num_micro_batches} micro-batches")
+        degrees = " x ".join(f"{name} {getattr(plan, name)}" for name in DEGREES if getattr(plan, name) > 1)
+        console.print(f"Best plan {plan.plan_id}: {degrees or 'one GPU'}")
+        console.print(
+            f"layout {plan.layout}, {plan.num_micro_batches} micro-batches of {plan.mbs} on each of dp {plan.dp}"
+        )
         console.print(memory_table(best.predicted))
         console.print(time_table(best.predicted))
         for note in best.predicted.notes:
             console.print(f"note: {note}")
-    console.print(_rejections(outcome))
+    if outcome.rejections:
+        console.print(_rejections(outcome))
     counts = f"{outcome.num_points} candidates, {outcome.num_costed} fit and were costed, {outcome.seconds:.1f} s"
     console.print(f"{counts}, {'the whole space' if outcome.is_complete else 'cut by the time limit'}")
     if out is not None and outcome.plans:
@@ -39,37 +44,40 @@ def print_outcome(request: SearchRequest, outcome: SearchOutcome, out: Path | No
 
 
 def _ranking(request: SearchRequest, outcome: SearchOutcome) -> Table:
-    columns = ["#", "plan", *DEGREES, "precision", "dispatcher", "recompute"]
-    columns += ["step", "tok/s/GPU", "TFLOP/s/GPU", "+-", "memory"]
-    rows = [
-        _ranking_row(index, ranked, request.profile.memory_bytes.value)
-        for index, ranked in enumerate(outcome.plans, start=1)
-    ]
-    return table("Plans, fastest first", columns, rows, left=2)
+    shown = [name for name in DEGREES if any(getattr(one.plan, name) > 1 for one in outcome.plans)] or ["tp"]
+    columns = ["#", "plan", *shown, "mbs", "how", "step", "tok/s/GPU", "TFLOP/s/GPU", "+-", "memory", "used"]
+    rows = []
+    for index, ranked in enumerate(outcome.plans, start=1):
+        degrees = [str(getattr(ranked.plan, name)) for name in shown]
+        figures = _ranking_row(ranked, request.profile.memory_bytes.value)
+        rows.append([str(index), ranked.plan.plan_id, *degrees, *figures])
+            [str(index), ranked.plan.plan_id, *degrees, *_ranking_row(ranked, request.profile.memory_bytes.value)]
+        )
+    made = table("Plans, fastest first", columns, rows, left=0)
+    made.columns[columns.index("how")].justify = "left"
+    made.columns[columns.index("how")].no_wrap = False
+    return made
 
 
-def _ranking_row(index: int, ranked: RankedPlan, memory_bytes: float) -> list[str]:
+def _ranking_row(ranked: RankedPlan, usable_bytes: float) -> list[str]:
     plan, predicted = ranked.plan, ranked.predicted
+    dispatcher = plan.flex_backend if plan.dispatcher == "flex" else plan.dispatcher
+    how = [plan.precision, *([dispatcher] if plan.model.moe else []), *(f"recompute {name}" for name in plan.recompute)]
     return [
-        str(index),
-        plan.plan_id,
-        *(str(getattr(plan, degree)) for degree in DEGREES),
-        plan.precision,
-        plan.flex_backend if plan.dispatcher == "flex" else plan.dispatcher,
-        "+".join(plan.recompute) or "none",
+        str(plan.mbs),
+        ", ".join(how),
         format_seconds(predicted.step_s),
         f"{predicted.tokens_per_s_per_gpu:.0f}",
         f"{predicted.model_tflops_per_gpu:.4g}",
         f"{100 * predicted.error_bar_frac:.0f} %",
-        f"{format_bytes(predicted.peak_memory_bytes)} ({100 * predicted.peak_memory_bytes / memory_bytes:.0f} %)",
+        format_bytes(predicted.peak_memory_bytes),
+        f"{100 * predicted.peak_memory_bytes / usable_bytes:.0f} %",
     ]
 
 
 def _rejections(outcome: SearchOutcome) -> Table:
     rows = [[rejection.wall, str(rejection.count), _nearest(rejection)] for rejection in outcome.rejections]
-    made = table("Turned down", ["wall", "plans", "nearest miss, or the rule"], rows)
-    made.columns[-1].justify = "left"
-    return made
+    return with_text_last(table("Turned down", ["wall", "plans", "nearest miss, or the rule"], rows))
 
 
 def _nearest(rejection: Rejection) -> str:

@@ -7,7 +7,7 @@ from moeplan.hwprofiles.schema import HardwareProfile
 from moeplan.model_spec import LayerKind, ModelSpec
 from moeplan.parameters import layer_parameters, mtp_extra_parameters
 from moeplan.report.output import out_console
-from moeplan.report.tables import table
+from moeplan.report.tables import table, with_text_last
 from moeplan.units import format_count
 
 COMPONENTS = ("attention", "norms", "dense_mlp", "router", "shared_expert", "experts")
@@ -42,8 +42,8 @@ def print_profile(profile: HardwareProfile, *, scalars_only: bool = False) -> No
         for entry in entries
     ]
     made = table("Figures", ["key", "value", "unit", "source", "+-", "reference"], rows, left=1)
-    for index in (2, 3, 5):
+    for index in (2, 3):
         made.columns[index].justify = "left"
-    console.print(made)
+    console.print(with_text_last(made))
     num_figures, num_assumed = len(all_entries(profile)), len(assumed_entries(profile))
     console.print(f"{num_figures} figures, {num_assumed} of them assumed by the rule their reference states")

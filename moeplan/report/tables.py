@@ -11,12 +11,20 @@ from moeplan.vocabulary import FAMILY_MEANING, MEMORY_MEANING, OP_FAMILIES
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> Table:
-    """A plain table: the first ``left`` columns aligned left, figures right."""
-    made = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, title_style="bold")
+    """A plain table: the first ``left`` columns aligned left, figures right; ids and figures are never broken."""
+    made = Table(
+        title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, title_style="bold", padding=(0, 1)
+    )
     for index, column in enumerate(columns):
-        made.add_column(column, justify="left" if index < left else "right", overflow="fold")
+        made.add_column(column, justify="left" if index < left else "right", overflow="fold", no_wrap=index >= left)
     for row in rows:
         made.add_row(*row)
+    return made
+
+
+def with_text_last(made: Table) -> Table:
+    """The last column holds sentences: aligned left and broken where it must be."""
+    made.columns[-1].justify, made.columns[-1].no_wrap = "left", False
     return made
 
 
@@ -31,9 +39,8 @@ def memory_table(figures: Figures) -> Table:
     ]
     sums = [sum(values[rank] for values in figures.memory_bytes.values()) for rank in ranks]
     rows.append(["sum", *(format_bytes(value) for value in sums), ""])
-    made = table("Memory by pipeline rank", ["category", *(f"rank {rank}" for rank in ranks), "what it is"], rows)
-    made.columns[-1].justify = "left"
-    return made
+    columns = ["category", *(f"rank {rank}" for rank in ranks), "what it is"]
+    return with_text_last(table("Memory by pipeline rank", columns, rows))
 
 
 def time_table(figures: Figures) -> Table:
@@ -49,6 +56,5 @@ def time_table(figures: Figures) -> Table:
         for family in OP_FAMILIES
         if family in figures.time_s and figures.time_s[family].total_s > 0
     ]
-    made = table("Time of a step by op family", ["family", "total", "exposed", "of step", "what it is"], rows)
-    made.columns[-1].justify = "left"
-    return made
+    columns = ["family", "total", "exposed", "of step", "what it is"]
+    return with_text_last(table("Time of a step by op family", columns, rows))

@@ -1,0 +1,139 @@
+"""Search: what it returns is legal, fits, is ranked, and what it turns down is explained."""
+
+import pytest
+
+from moeplan.errors import InvalidInputError
+from moeplan.hwprofiles.load import load_profile
+from moeplan.legality import violations
+from moeplan.planner.request import SearchRequest, parse_forbidden, parse_pins
+from moeplan.planner.search import SearchOutcome, search
+from moeplan.planner.space import Tally, default_space, families, recompute_sets, vp_values
+from moeplan.presets import load_model
+from moeplan.simulator.memory import peak_memory_bytes
+from moeplan.simulator.stack import load_stack
+
+
+def request(
+    model: str = "deepseek-v3", gpus: int = 256, fix: str = "", forbid: str = "", top: int = 10
+) -> SearchRequest:
+    """A search on GB300 with the Bridge stack."""
+    return SearchRequest(
+        model=load_model("deepseek-v3"),
+        hardware="gb300",
+        profile=load_profile("gb300"),
+        stack=load_stack("megatron-bridge-26.08"),
+        num_gpus=gpus,
+        seq_len=4096,
+        global_batch_size=8192,
+        fixed=parse_pins(fix, "--fix"),
+        forbidden=parse_forbidden(forbid, "--forbid"),
+        top_k=top,
+    )
+
+
+@pytest.fixture(scope="module")
+def pinned() -> tuple[SearchRequest, SearchOutcome]:
+    """Plans of DeepSeek-V3 with tp 1 and ep 64, pipeline free."""
+    asked = request(fix="tp=1,ep=64,etp=1", top=400)
+    return asked, search(asked)
+
+
+def test_plans_are_legal_fit_and_come_best_first(pinned: tuple[SearchRequest, SearchOutcome]) -> None:
+    asked, outcome = pinned
+    assert len(outcome.plans) >= 10
+    steps = [ranked.predicted.step_s for ranked in outcome.plans]
+    assert steps == sorted(steps)
+    for ranked in outcome.plans:
+        assert list(violations(asked.model, ranked.plan.point)) == []
+        assert list(asked.stack.violations(asked.model, ranked.plan.point)) == []
+        assert ranked.predicted.peak_memory_bytes <= asked.profile.memory_bytes.value
+        assert ranked.predicted.peak_memory_bytes == pytest.approx(
+            peak_memory_bytes(asked.model, ranked.plan.point, asked.stack, asked.profile)
+        )
+    assert {ranked.plan.ep for ranked in outcome.plans} == {64}
+    assert max(ranked.plan.pp for ranked in outcome.plans) > 1
+
+
+def test_no_kept_plan_recomputes_more_than_it_must(pinned: tuple[SearchRequest, SearchOutcome]) -> None:
+    asked, outcome = pinned
+    for ranked in outcome.plans:
+        point = ranked.plan.point
+        if not point.recompute:
+            continue
+        without = ranked.plan.replace(layout=point.layout, recompute=()).point
+        assert peak_memory_bytes(asked.model, without, asked.stack, asked.profile) > asked.profile.memory_bytes.value
+
+
+def test_the_memory_wall_names_its_nearest_miss(pinned: tuple[SearchRequest, SearchOutcome]) -> None:
+    _, outcome = pinned
+    memory = next(rejection for rejection in outcome.rejections if rejection.wall == "memory")
+    assert memory.needed is not None
+    assert memory.available is not None
+    assert memory.needed > memory.available
+    assert "ep64" in memory.nearest_miss
+    assert outcome.is_complete
+
+
+def test_fix_pins_and_prints_the_layout() -> None:
+    outcome = search(request(fix="pp=4,vp=4,ep=64,tp=1"))
+    assert outcome.plans
+    assert {ranked.plan.layout for ranked in outcome.plans} == {"Et*4|(tttt|)*14tmL"}
+    written = search(request(fix="pp=4,vp=4,ep=64,tp=1,layout=Et*3|(tttt|)*14ttmL"))
+    assert {ranked.plan.layout for ranked in written.plans} == {"Et*3|(tttt|)*14ttmL"}
+
+
+def test_forbid_leaves_out() -> None:
+    outcome = search(request(fix="tp=1,ep=64,etp=1,pp=4", forbid="precision=mxfp8,mbs=1"))
+    assert {ranked.plan.precision for ranked in outcome.plans} == {"bf16"}
+    assert 1 not in {ranked.plan.mbs for ranked in outcome.plans}
+
+
+def test_more_memory_never_makes_a_feasible_plan_infeasible() -> None:
+    asked = request(fix="tp=1,ep=64,etp=1,pp=4,vp=4", top=1000)
+    bytes_now = asked.profile.memory_bytes.value
+    larger = asked.profile.memory_bytes.model_copy(update={"value": 1.2 * bytes_now})
+    roomier = SearchRequest(
+        **{name: getattr(asked, name) for name in SearchRequest.__slots__}
+        | {"profile": asked.profile.model_copy(update={"memory_bytes": larger})}
+    )
+    before, after = search(asked), search(roomier)
+    assert after.plans[0].predicted.step_s <= before.plans[0].predicted.step_s
+    bases = [{ranked.plan.replace(recompute=()).plan_id for ranked in outcome.plans} for outcome in (before, after)]
+    assert bases[0] <= bases[1]
+
+
+def test_nothing_legal_is_an_error_that_says_why() -> None:
+    with pytest.raises(InvalidInputError, match="ep 48"):
+        search(request(fix="ep=48"))
+
+
+def test_nothing_fits_is_an_outcome_with_the_nearest_miss() -> None:
+    outcome = search(request(gpus=8, fix="ep=8"))
+    assert outcome.plans == ()
+    assert outcome.rejections[0].wall == "memory"
+
+
+def test_a_time_limit_is_owned_up_to() -> None:
+    asked = request()
+    limited = SearchRequest(**{name: getattr(asked, name) for name in SearchRequest.__slots__} | {"time_limit_s": 0.0})
+    tally = Tally()
+    assert next(families(limited, default_space(limited), tally), None) is not None
+    with pytest.raises(InvalidInputError, match="time limit"):
+        search(limited)
+
+
+def test_virtual_stages_grow_only_where_the_largest_stage_shrinks() -> None:
+    model = load_model("deepseek-v3")
+    assert vp_values(model, 1) == (1,)
+    assert vp_values(model, 4) == (1, 2, 3, 4, 6, 8)
+    assert all(4 * vp <= model.num_layers + 1 for vp in vp_values(model, 4))
+
+
+def test_recompute_sets_are_those_the_model_has() -> None:
+    stack = load_stack("megatron-bridge-26.08")
+    deepseek, qwen = (recompute_sets(load_model(name), stack) for name in ("deepseek-v3", "qwen3-30b-a3b"))
+    assert deepseek[0] == qwen[0] == ()
+    assert deepseek[-1] == qwen[-1] == ("full",)
+    assert ("mla_up_proj",) in deepseek
+    assert not any("mla_up_proj" in chosen or "shared_experts" in chosen for chosen in qwen)
+    assert recompute_sets(load_model("llama3-8b"), stack) == ((), ("layernorm",), ("full",))
