@@ -1,0 +1,96 @@
+"""Costs of single ops: total table, monotone in work, slower on slower machines."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moeplan.hwprofiles.load import load_profile
+from moeplan.hwprofiles.schema import HardwareProfile
+from moeplan.simulator.costs import COSTS, cost
+from moeplan.simulator.op import OP_KINDS, Op, OpKind, Placement
+
+PROFILE = load_profile("h100")
+GROUP = Placement(16, 2)
+
+
+def make(kind: OpKind, size: float) -> Op:
+    """An op of any kind whose work grows with ``size``."""
+    return Op(
+        name=kind,
+        kind=kind,
+        family="dense_gemm",
+        rows=size,
+        cols=4096,
+        inner=4096,
+        num_groups=4,
+        seq_len=4096,
+        qk_head_dim=128,
+        v_head_dim=128,
+        flops=size * 4096 * 4096 * 2,
+        hbm_bytes=size * 8192,
+        comm_bytes=size * 8192,
+        network_bytes=size * 4096,
+        backend="hybridep",
+        group=GROUP,
+    )
+
+
+def test_every_kind_has_a_cost() -> None:
+    assert set(COSTS) == set(OP_KINDS)
+
+
+@given(
+    kind=st.sampled_from(OP_KINDS),
+    size=st.floats(1, 1e6),
+    growth=st.floats(1, 8),
+)
+def test_more_work_never_takes_less_time(kind: OpKind, size: float, growth: float) -> None:
+    assert cost(make(kind, size * growth), PROFILE).seconds >= cost(make(kind, size), PROFILE).seconds * (1 - 1e-12)
+
+
+def slower(profile: HardwareProfile, factor: float) -> HardwareProfile:
+    """The same machine with memory and exchange rates divided by ``factor``."""
+    memory = profile.hbm_bytes_per_s
+    rates = tuple(
+        rate.model_copy(
+            update={
+                "bytes_per_s_per_gpu": rate.bytes_per_s_per_gpu.model_copy(
+                    update={"value": rate.bytes_per_s_per_gpu.value / factor, "low": None}
+                )
+            }
+        )
+        for rate in profile.dispatch
+    )
+    return profile.model_copy(
+        update={
+            "hbm_bytes_per_s": memory.model_copy(update={"value": memory.value / factor, "low": None}),
+            "dispatch": rates,
+        }
+    )
+
+
+@given(kind=st.sampled_from(OP_KINDS), size=st.floats(1, 1e6), factor=st.floats(1, 10))
+def test_less_bandwidth_never_takes_less_time(kind: OpKind, size: float, factor: float) -> None:
+    op = make(kind, size)
+    assert cost(op, slower(PROFILE, factor)).seconds >= cost(op, PROFILE).seconds
+
+
+def test_memory_bound_op_is_bytes_over_reached_bandwidth() -> None:
+    op = Op(name="norm", kind="memory", family="elementwise", hbm_bytes=1e9)
+    reached = PROFILE.hbm_bytes_per_s.value * PROFILE.hbm_efficiency_frac.value
+    assert cost(op, PROFILE).seconds == pytest.approx(1e9 / reached)
+    assert cost(op, PROFILE).bound == "hbm"
+
+
+def test_small_kernel_is_bound_by_its_floor() -> None:
+    op = Op(name="norm", kind="memory", family="elementwise", hbm_bytes=1, num_kernels=3)
+    assert cost(op, PROFILE).seconds == pytest.approx(3 * PROFILE.kernel_floor_s.value)
+    assert cost(op, PROFILE).bound == "latency"
+
+
+def test_attention_of_an_unmeasured_head_size_is_assumed_and_says_so() -> None:
+    odd = replace(make("attention", 4096), qk_head_dim=96, v_head_dim=96)
+    assert cost(odd, PROFILE).source == "assumed"
+    assert "96/96" in cost(odd, PROFILE).note

@@ -1,0 +1,58 @@
+"""What comes once a step: bytes reduced and gathered, optimizer traffic, what hides."""
+
+import pytest
+
+from moeplan.hwprofiles.load import load_profile
+from moeplan.plan import Plan
+from moeplan.presets import load_model
+from moeplan.simulator.collectives import collective_cost
+from moeplan.simulator.data_parallel import exposed_seconds, step_ends
+from moeplan.simulator.op import Placement
+from moeplan.simulator.placement import rank_parameters
+from moeplan.simulator.stack import load_stack
+
+STACK = load_stack("megatron-bridge-26.08")
+H100 = load_profile("h100")
+
+
+def test_experts_without_replicas_send_nothing(report_plan: Plan) -> None:
+    """EP64 on a stage of 64 ranks: EDP is 1, so only dense parameters travel (report section 13, fact 1)."""
+    ends = step_ends(report_plan.model, report_plan.point, STACK.time, H100)
+    parameters = rank_parameters(report_plan.model, report_plan.layout, 4, tp=1, etp=1, ep=64)[1]
+    dense = sum(group.num_elements for group in parameters if not group.is_expert)
+    group = Placement(64, 8)
+    assert ends[1].reduce_s == collective_cost("reduce_scatter", 4 * dense, group, H100).seconds
+    assert ends[1].gather_s == collective_cost("all_gather", 2 * dense, group, H100).seconds
+
+
+def test_without_sharding_gradients_are_all_reduced_and_nothing_is_gathered() -> None:
+    plan = Plan(model=load_model("llama3-8b"), hardware="h100", num_gpus=8, seq_len=4096, global_batch_size=64)
+    sharded, whole = (
+        step_ends(plan.model, plan.replace(sharding=sharding).point, STACK.time, H100)[0]
+        for sharding in ("optimizer", "none")
+    )
+    assert whole.gather_s == 0
+    assert whole.reduce_s > sharded.reduce_s
+    assert whole.optimizer_s > 3 * sharded.optimizer_s
+
+
+def test_optimizer_moves_the_bytes_of_adam() -> None:
+    plan = Plan(model=load_model("llama3-8b"), hardware="h100", num_gpus=1, seq_len=4096, global_batch_size=1)
+    elements = sum(group.num_elements for group in rank_parameters(plan.model, plan.layout, 1, tp=1, etp=1, ep=1)[0])
+    # Adam: gradient 4, main weight 4 + 4, moments 2 x (4 + 4), copy 2; the norm reads and zeroing writes gradients.
+    moved = elements * (4 + 8 + 16 + 2 + 4 + 4)
+    reached = H100.hbm_bytes_per_s.value * STACK.time.optimizer_efficiency_frac.value
+    assert step_ends(plan.model, plan.point, STACK.time, H100)[0].optimizer_s == pytest.approx(moved / reached)
+
+
+@pytest.mark.parametrize(
+    "comm, window, chunks, overlap, exposed",
+    [
+        (10, 100, 4, False, 10),  # nothing hides
+        (10, 100, 4, True, 2.5),  # all but the last bucket
+        (200, 100, 4, True, 125),  # more than the window
+        (10, 100, 1, True, 10),  # one bucket: nothing left to hide behind
+    ],
+)
+def test_what_lengthens_the_step(comm: float, window: float, chunks: int, overlap: bool, exposed: float) -> None:
+    assert exposed_seconds(comm, window, chunks, overlap=overlap) == exposed
