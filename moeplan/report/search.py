@@ -51,8 +51,6 @@ def _ranking(request: SearchRequest, outcome: SearchOutcome) -> Table:
         degrees = [str(getattr(ranked.plan, name)) for name in shown]
         figures = _ranking_row(ranked, request.profile.memory_bytes.value)
         rows.append([str(index), ranked.plan.plan_id, *degrees, *figures])
-            [str(index), ranked.plan.plan_id, *degrees, *_ranking_row(ranked, request.profile.memory_bytes.value)]
-        )
     made = table("Plans, fastest first", columns, rows, left=0)
     made.columns[columns.index("how")].justify = "left"
     made.columns[columns.index("how")].no_wrap = False
