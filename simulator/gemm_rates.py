@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from moeplan.errors import InvalidInputError
 from moeplan.hwprofiles.curves import MonotoneTime
-from moeplan.hwprofiles.schema import DEFAULT_ERROR_FRAC, HardwareProfile, SourceKind
+from moeplan.hwprofiles.schema import DEFAULT_ERROR_FRAC, GemmCurve, HardwareProfile, SourceKind
 
 INNER_OVERHEAD, TYPICAL_INNER = 400.0, 6000.0
 # torch's grouped GEMM on H200 read 768, 644, 608 and 643 TFLOP/s where the dense rule of this file gives 788, 691, 691
@@ -54,34 +54,45 @@ class Rate:
 
 
 def dense_rate(profile: HardwareProfile, dtype: str) -> Rate:
-    """The dense curve of ``dtype``, or of the nearest measured format scaled by peaks, or a part of the peak.
+    """The dense curve of ``dtype``, or of the nearest measured format scaled by peaks, or a part of a peak.
 
     InvalidInputError where the profile knows nothing of the format nor of any that could stand in.
     """
     peaks: dict[str, float] = {name: peak.value for name, peak in profile.peak_flops_per_s.items()}
-    sustained = profile.sustained_frac.value
-    for curve in profile.gemm:
-        if curve.dtype == dtype:
+    curves: dict[str, GemmCurve] = {curve.dtype: curve for curve in profile.gemm}
+    sustained, assumed_frac = profile.sustained_frac.value, DEFAULT_ERROR_FRAC["assumed"]
+    others = NEAREST_DTYPES.get(dtype, ())
+    for other in (dtype, *others):
+        curve = curves.get(other)
+        if curve is None:
+            continue
+        if other == dtype:
             note = f"gemm[{dtype}]" if curve.source == "assumed" else ""
             return Rate(curve.curve, sustained, curve.source, curve.error_bar_frac, note)
-    if dtype in peaks and not profile.gemm:
-        flat = MonotoneTime.from_rates([1.0], [peaks[dtype]])
-        note = f"gemm[{dtype}]: no curve, {PEAK_FRAC_WITHOUT_CURVE:g} of peak"
-        return Rate(flat, PEAK_FRAC_WITHOUT_CURVE, "assumed", DEFAULT_ERROR_FRAC["assumed"], note)
-    measured = {curve.dtype: curve for curve in profile.gemm}
-    for other in NEAREST_DTYPES.get(dtype, ()):
-        if other in measured:
-            ratio = peaks[dtype] / peaks[other] if dtype in peaks and other in peaks else 1.0
-            note = f"gemm[{dtype}]: the {other} curve x {ratio:.3g} (peaks)"
-            return Rate(measured[other].curve, sustained * ratio, "assumed", DEFAULT_ERROR_FRAC["assumed"], note)
-    if dtype in peaks:
-        flat = MonotoneTime.from_rates([1.0], [peaks[dtype]])
-        note = f"gemm[{dtype}]: no curve, {PEAK_FRAC_WITHOUT_CURVE:g} of peak"
-        return Rate(flat, PEAK_FRAC_WITHOUT_CURVE, "assumed", DEFAULT_ERROR_FRAC["assumed"], note)
+        ratio = _ratio(peaks, dtype, other)
+        note = f"gemm[{dtype}]: the {other} curve x {ratio:.3g}"
+        return Rate(curve.curve, sustained * ratio, "assumed", assumed_frac, note)
+    for other in (dtype, *others):
+        if other in peaks:
+            share = PEAK_FRAC_WITHOUT_CURVE * _ratio(peaks, dtype, other)
+            note = f"gemm[{dtype}]: no curve, {share:g} of the {other} peak"
+            return Rate(MonotoneTime.from_rates([1.0], [peaks[other]]), share, "assumed", assumed_frac, note)
     raise InvalidInputError(
         f"hardware {profile.name}: no GEMM rate for {dtype}, allowed: {', '.join(sorted(peaks)) or 'none'}",
         f"add peak_flops_per_s.{dtype} or a [[gemm]] curve to the profile",
     )
+
+
+def _ratio(peaks: dict[str, float], dtype: str, other: str) -> float:
+    """Rate of a format over that of its stand-in, from their peaks.
+
+    Without peaks: one half for fp64, of which a vector register holds half as many; otherwise one.
+    """
+    if dtype == other:
+        return 1.0
+    if dtype in peaks and other in peaks:
+        return peaks[dtype] / peaks[other]
+    return 0.5 if dtype == "fp64" else 1.0
 
 
 def grouped_seconds(

@@ -90,10 +90,13 @@ def waiting_seconds(runs: Sequence[OpRun], profile: HardwareProfile, stack: Stac
 
     Host and device run side by side, but a forward's dispatch stops the host until the counts of tokens are known
     (report section 2.2), so what the host is ahead by then is lost: each side of a dispatch is bound on its own.
+    On a CPU the same cores issue and compute, so issuing is never hidden.
     """
     if "all" in stack.graph_scopes:
         return 0.0
     launch_s = stack.launches_per_op.value * profile.launch_s.value
+    if profile.device == "cpu":
+        return sum(run.op.num_kernels for run in runs) * launch_s
     waiting = device_from = host_s = 0.0
     until = 0.0
     for run in runs:

@@ -8,6 +8,7 @@ from moeplan.model_spec import ModelSpec
 from moeplan.plan import Plan
 from moeplan.point import Point
 from moeplan.results import FamilyTime, Figures
+from moeplan.simulator.doubt import doubt
 from moeplan.simulator.memory import memory_by_rank
 from moeplan.simulator.stack import SoftwareStack
 from moeplan.simulator.step_model import StepTime, step_model
@@ -23,9 +24,9 @@ def step_times(
 
 def predict(plan: Plan, profile: HardwareProfile, stack: SoftwareStack) -> Figures:
     """All figures of one plan. Family seconds are means over pipeline ranks; exposed ones add up to the step."""
-    models = step_model(plan.model, stack, profile)
-    time = models.step_times([plan.point])[0]
-    doubt = models.doubt(plan.point, time)
+    model = step_model(plan.model, stack, profile)
+    time = model.step_times([plan.point])[0]
+    trust = doubt(model, plan.point)
     memory = memory_by_rank(plan.model, plan.point, stack, profile)
     tokens_per_s_per_gpu = plan.tokens_per_step / time.step_s / plan.num_gpus
     return Figures(
@@ -42,7 +43,7 @@ def predict(plan: Plan, profile: HardwareProfile, stack: SoftwareStack) -> Figur
             family: FamilyTime(total_s=float(time.total_s[index]), exposed_s=float(time.exposed_s[index]))
             for index, family in enumerate(OP_FAMILIES)
         },
-        error_bar_frac=doubt.error_bar_frac,
-        provenance={"stack": stack.source, "hardware": profile.description, **doubt.source_shares},
-        notes=doubt.notes,
+        error_bar_frac=trust.error_bar_frac,
+        provenance={"stack": stack.source, "hardware": profile.description, **trust.source_shares},
+        notes=trust.notes,
     )

@@ -18,7 +18,6 @@ from moeplan.simulator.collectives import collective_cost
 from moeplan.simulator.data_parallel import StepEnds, exposed_seconds, step_ends
 from moeplan.simulator.graph import FAMILY_INDEX, Array, PhaseTime, phase_time
 from moeplan.simulator.layer_ops import forward_ops
-from moeplan.simulator.op import Cost
 from moeplan.simulator.op_shapes import OpShape, Part
 from moeplan.simulator.overlap import dispatch_sm_frac, hidden_seconds, paired_frac
 from moeplan.simulator.rank_groups import rank_groups
@@ -46,15 +45,6 @@ class StepTime:
     forward_s: Array
     backward_s: Array
     send_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Doubt:
-    """How far a prediction can be trusted: its error bar, shares of its seconds by source, assumed entries used."""
-
-    error_bar_frac: float
-    source_shares: dict[str, str]
-    notes: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,22 +188,6 @@ class StepModel:
         total[BUBBLE] = exposed[BUBBLE] = step_s - float(exposed.sum())
         return StepTime(step_s, total, exposed, chunks.forward_s, chunks.backward_s, chunks.send_s)
 
-    def doubt(self, point: Point, time: StepTime) -> Doubt:
-        """Error bar: errors of the costs used, weighted by their seconds (one source errs the same way everywhere)."""
-        shape = OpShape.of(point, self.stack, self.profile)
-        counts: dict[Part, int] = defaultdict(int)
-        for stage in self.stage_parts(point.layout):
-            for part, count in stage.items():
-                counts[part] += count
-        weighted: list[tuple[float, Cost]] = []
-        for part, count in counts.items():
-            found = self.part_time(part, shape)
-            times = count * point.num_micro_batches / point.pp
-            weighted += [(run.cost.seconds * times, run.cost) for run in (*found.forward.runs, *found.backward.runs)]
-        for end in self.step_ends(point):
-            weighted += [(one.seconds / point.pp, one) for one in end.costs]
-        return _doubt(weighted)
-
 
 def _stage_parts(model: ModelSpec, layout: str) -> tuple[dict[Part, int], ...]:
     kinds = model.layer_kinds
@@ -254,20 +228,6 @@ def _exposed_ends(point: Point, chunks: _Chunks, ends: Sequence[StepEnds]) -> tu
         for end, window in zip(ends, by_rank[1], strict=True)
     ]
     return np.array(gather), np.array(reduce)
-
-
-def _doubt(weighted: Sequence[tuple[float, Cost]]) -> Doubt:
-    seconds = sum(weight for weight, _ in weighted)
-    shares: dict[str, float] = defaultdict(float)
-    notes: dict[str, float] = defaultdict(float)
-    for weight, one in weighted:
-        shares[one.source] += weight / seconds
-        if one.note:
-            notes[one.note] += weight / seconds
-    error = sum(weight * one.error_frac for weight, one in weighted) / seconds
-    text = {f"{source} costs": f"{share:.1%} of busy time" for source, share in sorted(shares.items())}
-    ordered = sorted(notes.items(), key=lambda item: -item[1])
-    return Doubt(error, text, tuple(f"assumed: {note} ({share:.1%} of busy time)" for note, share in ordered))
 
 
 @lru_cache(maxsize=8)

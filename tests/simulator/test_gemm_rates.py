@@ -52,7 +52,7 @@ def test_missing_format_borrows_the_nearest_curve_by_peaks() -> None:
 def test_profile_without_curves_runs_at_a_part_of_its_peak() -> None:
     bare = H100.model_copy(update={"gemm": ()})
     rate = dense_rate(bare, "bf16")
-    assert "0.7 of peak" in rate.note
+    assert "0.7 of the bf16 peak" in rate.note
     assert rate.seconds(1e4, 1e4, TYPICAL_INNER) == pytest.approx(
         2e8 * TYPICAL_INNER / (0.7 * H100.peak_flops_per_s["bf16"].value)
     )

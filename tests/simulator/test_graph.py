@@ -112,3 +112,11 @@ def test_warm_up_has_no_partner() -> None:
     assert paired_frac(1, 1, 8, 0) == 7 / 8
     assert paired_frac(4, 4, 128, 18) == (512 - 19) / 512
     assert paired_frac(4, 1, 2, 3) == 0
+
+
+def test_a_cpu_issues_and_computes_in_turn() -> None:
+    cpu = PROFILE.model_copy(update={"device": "cpu"})
+    ops = [op("a", 1e6), op("b", 1e6, num_kernels=4)]
+    launch_s = EAGER.launches_per_op.value * PROFILE.launch_s.value
+    assert phase_time(ops, cpu, EAGER).exposed_s[FAMILY_INDEX["host"]] == pytest.approx(5 * launch_s)
+    assert phase_time(ops, PROFILE, EAGER).exposed_s[FAMILY_INDEX["host"]] == 0

@@ -4,8 +4,10 @@ from typing import NamedTuple
 
 import pytest
 
+from moeplan.errors import InvalidInputError
 from moeplan.flops import training_flops_per_token
 from moeplan.hwprofiles.load import load_profile
+from moeplan.hwprofiles.schema import HardwareProfile
 from moeplan.plan import Plan
 from moeplan.presets import load_model
 from moeplan.simulator.predict import predict
@@ -78,3 +80,61 @@ def test_published_runs_lie_within_a_fifth(run: Published) -> None:
     )
     figures = predict(plan, load_profile(run.hardware), STACK)
     assert figures.model_tflops_per_gpu == pytest.approx(run.tflops, rel=0.20)
+
+
+def bare_cpu() -> HardwareProfile:
+    """One host of four processes as a new user would write it: peaks and links, no curve."""
+
+    def guess(value: float) -> dict[str, object]:
+        return {"value": value, "source": "assumed", "ref": "a test"}
+
+    numbers = {
+        "scale_up_domain_gpus": 4,
+        "memory_bytes": 16e9,
+        "framework_overhead_bytes": 3e8,
+        "hbm_bytes_per_s": 2e10,
+        "hbm_efficiency_frac": 0.7,
+        "gather_efficiency_frac": 0.3,
+        "scale_up_bytes_per_s_per_dir_per_gpu": 1e9,
+        "network_bytes_per_s_per_dir_per_gpu": 1e8,
+        "host_link_bytes_per_s_per_dir_per_gpu": 1e10,
+        "launch_s": 5e-6,
+        "kernel_floor_s": 1e-6,
+        "sustained_frac": 1.0,
+    }
+    return HardwareProfile.model_validate(
+        {
+            "name": "bare-cpu",
+            "description": "a test",
+            "device": "cpu",
+            "peak_flops_per_s": {"fp32": guess(1e11)},
+            **{name: guess(value) for name, value in numbers.items()},
+        }
+    )
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp64"])
+def test_a_cpu_without_curves_runs_through_the_same_code(precision: str) -> None:
+    plan = Plan.model_validate(
+        {
+            "model": load_model("tiny-moe"),
+            "hardware": "bare-cpu",
+            "num_gpus": 4,
+            "stack": "native",
+            "seq_len": 128,
+            "global_batch_size": 8,
+            "ep": 4,
+            "precision": precision,
+        }
+    )
+    figures = predict(plan, bare_cpu(), load_stack("native"))
+    assert figures.step_s > training_flops_per_token(plan.model, 128) * plan.tokens_per_step / 4 / 1e11
+    assert figures.time_s["host"].exposed_s > 0
+    assert figures.time_s["dispatch"].exposed_s > 0
+    assert any("no curve" in note or "curve x" in note for note in figures.notes)
+
+
+def test_a_format_the_machine_lacks_is_a_clear_error() -> None:
+    plan = Plan(model=load_model("tiny-moe"), hardware="x", num_gpus=1, seq_len=128, global_batch_size=8)
+    with pytest.raises(InvalidInputError, match="no GEMM rate for mxfp8"):
+        predict(plan.replace(precision="mxfp8"), bare_cpu(), load_stack("native"))
