@@ -48,7 +48,7 @@ def backward_ops(ops: Sequence[Op], shape: OpShape, stack: StackTime) -> list[Op
 
 def _is_recomputed(op: Op, shape: OpShape) -> bool:
     if "full" in shape.recompute:
-        return op.scope != "all"  # embedding, head and loss are never recomputed
+        return op.scope != "outside"  # embedding, head and loss are never recomputed
     return not op.modules.isdisjoint(shape.recompute)
 
 

@@ -17,7 +17,7 @@ from moeplan.simulator.backward_ops import predecessors
 from moeplan.simulator.costs import cost
 from moeplan.simulator.op import Cost, Op
 from moeplan.simulator.stack_time import StackTime
-from moeplan.vocabulary import OP_FAMILIES, OpFamily
+from moeplan.vocabulary import OP_FAMILIES, OpFamily, PrecisionName
 
 Array = NDArray[np.float64]
 FAMILY_INDEX: dict[OpFamily, int] = {family: index for index, family in enumerate(OP_FAMILIES)}
@@ -38,9 +38,13 @@ class OpRun:
 
 @dataclass(frozen=True, slots=True)
 class PhaseTime:
-    """Forward or backward of one part. ``total_s`` and ``exposed_s`` are by family, in the order of OP_FAMILIES."""
+    """Forward or backward of one part.
+
+    ``total_s`` and ``exposed_s`` are by family, in the order of OP_FAMILIES; ``issued_s`` is the host's work.
+    """
 
     seconds: float
+    issued_s: float
     total_s: Array
     exposed_s: Array
     runs: tuple[OpRun, ...]
@@ -61,7 +65,7 @@ def op_graph(ops: Sequence[Op]) -> nx.DiGraph:
     return graph
 
 
-def phase_time(ops: Sequence[Op], profile: HardwareProfile, stack: StackTime) -> PhaseTime:
+def phase_time(ops: Sequence[Op], profile: HardwareProfile, stack: StackTime, precision: PrecisionName) -> PhaseTime:
     """Cost every op, run the graph as early as it can, and say who exposes what.
 
     Exposed: all of the compute stream, and of other streams what runs while the compute stream waits. The exposed
@@ -81,32 +85,35 @@ def phase_time(ops: Sequence[Op], profile: HardwareProfile, stack: StackTime) ->
     for family, seconds in _exposed(ordered):
         exposed[FAMILY_INDEX[family]] += seconds
     host = FAMILY_INDEX["host"]
-    total[host] = exposed[host] = waiting_seconds(ordered, profile, stack)
-    return PhaseTime(device_s + float(exposed[host]), total, exposed, ordered)
+    issued_s, waiting_s = host_seconds(ordered, profile, stack, precision)
+    total[host] = exposed[host] = waiting_s
+    return PhaseTime(device_s + waiting_s, issued_s, total, exposed, ordered)
 
 
-def waiting_seconds(runs: Sequence[OpRun], profile: HardwareProfile, stack: StackTime) -> float:
-    """Seconds the device waits for the host to issue kernels that no CUDA graph issues.
+def host_seconds(
+    runs: Sequence[OpRun], profile: HardwareProfile, stack: StackTime, precision: PrecisionName
+) -> tuple[float, float]:
+    """Host time to issue the kernels that no CUDA graph issues, and the part of it that the device waits for.
 
     Host and device run side by side, but a forward's dispatch stops the host until the counts of tokens are known
     (report section 2.2), so what the host is ahead by then is lost: each side of a dispatch is bound on its own.
     On a CPU the same cores issue and compute, so issuing is never hidden.
     """
-    if "all" in stack.graph_scopes:
-        return 0.0
+    if precision in stack.full_graph_precisions:
+        return 0.0, 0.0
     launch_s = stack.launches_per_op.value * profile.launch_s.value
-    if profile.device == "cpu":
-        return sum(run.op.num_kernels for run in runs) * launch_s
-    waiting = device_from = host_s = 0.0
-    until = 0.0
+    issued = waiting = side = device_from = until = 0.0
     for run in runs:
         if run.op.kind == "exchange" and run.op.segment == "dispatch" and run.op.phase == "fwd":
-            waiting += max(0.0, host_s - (until - device_from))
-            device_from, host_s = until, 0.0
+            waiting += max(0.0, side - (until - device_from))
+            device_from, side = until, 0.0
         if run.op.scope not in stack.graph_scopes:
-            host_s += run.op.num_kernels * launch_s
+            issued += run.op.num_kernels * launch_s
+            side += run.op.num_kernels * launch_s
         until = max(until, run.end_s)
-    return waiting + max(0.0, host_s - (until - device_from))
+    if profile.device == "cpu":
+        return issued, issued
+    return issued, waiting + max(0.0, side - (until - device_from))
 
 
 def _exposed(runs: Sequence[OpRun]) -> list[tuple[OpFamily, float]]:

@@ -45,8 +45,8 @@ def _dense_mlp(build: LayerBuilder) -> list[Op]:
 def _embedding(build: LayerBuilder) -> list[Op]:
     shape, hidden = build.shape, build.model.hidden_size
     return [
-        build.memory("embedding", 2 * shape.gathered_tokens * hidden, 2.0, scope="all"),
-        *build.tp_collective("reduce_scatter", "embedding_reduce_scatter", hidden, "all"),
+        build.memory("embedding", 2 * shape.gathered_tokens * hidden, 2.0, scope="outside"),
+        *build.tp_collective("reduce_scatter", "embedding_reduce_scatter", hidden, "outside"),
     ]
 
 
@@ -61,13 +61,13 @@ def _loss(build: LayerBuilder) -> list[Op]:
         family="loss",
         hbm_bytes=moved / 2,
         backward_hbm_bytes=moved / 2,
-        scope="all",
+        scope="outside",
         num_kernels=4,
     )
     return [
-        build.memory("final_norm", 2 * shape.own_tokens * model.hidden_size, NORM_BACKWARD, scope="all"),
-        *build.tp_collective("all_gather", "head_all_gather", model.hidden_size, "all"),
-        build.gemm("head", (tokens, vocab, model.hidden_size), "loss", plain=True, scope="all"),
+        build.memory("final_norm", 2 * shape.own_tokens * model.hidden_size, NORM_BACKWARD, scope="outside"),
+        *build.tp_collective("all_gather", "head_all_gather", model.hidden_size, "outside"),
+        build.gemm("head", (tokens, vocab, model.hidden_size), "loss", plain=True, scope="outside"),
         cross_entropy,
     ]
 
@@ -76,6 +76,6 @@ def _mtp_projection(build: LayerBuilder) -> list[Op]:
     """What an MTP depth has beside its layer and its loss: three norms and the projection of 2h to h."""
     hidden, own = build.model.hidden_size, build.shape.own_tokens
     return [
-        build.memory("mtp_norms", 6 * own * hidden, NORM_BACKWARD, scope="all"),
-        build.gemm("mtp_proj", (own, hidden, 2 * hidden), plain=True, scope="all"),
+        build.memory("mtp_norms", 6 * own * hidden, NORM_BACKWARD, scope="outside"),
+        build.gemm("mtp_proj", (own, hidden, 2 * hidden), plain=True, scope="outside"),
     ]

@@ -151,7 +151,7 @@ def _experts(build: LayerBuilder, moe: Moe) -> list[Op]:
         scope="moe",
         modules=("moe_act", "moe"),
     )
-    is_fused = stack.fused_grouped_mlp and shape.format.quantized_bytes is not None
+    is_fused = shape.precision in stack.fused_mlp_precisions
     # Fused kernels quantize between the two GEMMs; what comes from and goes to other ranks is quantized apart.
     quantized = total * (hidden + (0 if is_fused else width))
     return [

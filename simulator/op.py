@@ -27,7 +27,7 @@ Bound = Literal["compute", "hbm", "network", "latency", "host"]
 Stream = Literal["compute", "dispatch", "tp", "cp"]
 # Where an op stands in the layer-pair schedule of expert-parallel overlap (report section 2.5).
 Segment = Literal["before", "dispatch", "expert", "combine", "after"]
-GraphScope = Literal["attention", "router", "moe", "mlp", "all"]
+GraphScope = Literal["attention", "router", "moe", "mlp", "outside"]
 
 
 @dataclass(frozen=True, slots=True)

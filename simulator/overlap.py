@@ -7,7 +7,7 @@ gradients of b's experts, then f's experts; 4 combine of f | data gradients of b
 
 from moeplan.hwprofiles.schema import HardwareProfile
 from moeplan.simulator.costs import dispatch_rate
-from moeplan.simulator.graph import PhaseTime
+from moeplan.simulator.graph import FAMILY_INDEX, PhaseTime
 from moeplan.simulator.op import Phase, Segment
 
 
@@ -36,6 +36,20 @@ def hidden_seconds(forward: PhaseTime, backward: PhaseTime, sm_frac: float) -> f
         (exchange(forward, "combine"), compute(backward, ("before",), ("dgrad",))),
     )
     return sum(sent + done - max(sent, done + sent * sm_frac) for sent, done in steps)
+
+
+def paired_saving(forward: PhaseTime, backward: PhaseTime, sm_frac: float) -> tuple[float, float]:
+    """Seconds that a pair exposes less than its two halves alone: of dispatch, and of the host.
+
+    The pair takes max(device, host): the device without what hides, the host's whole work, since a stop of the one
+    half is filled by the other. Where the host cannot keep up, what hides is waited for all the same, and the second
+    number is negative.
+    """
+    host = FAMILY_INDEX["host"]
+    waiting = float(forward.exposed_s[host] + backward.exposed_s[host])
+    device = forward.seconds + backward.seconds - waiting
+    hidden = hidden_seconds(forward, backward, sm_frac)
+    return hidden, waiting - max(0.0, forward.issued_s + backward.issued_s - (device - hidden))
 
 
 def dispatch_sm_frac(profile: HardwareProfile, backend: str) -> float:

@@ -19,14 +19,14 @@ from moeplan.simulator.data_parallel import StepEnds, exposed_seconds, step_ends
 from moeplan.simulator.graph import FAMILY_INDEX, Array, PhaseTime, phase_time
 from moeplan.simulator.layer_ops import forward_ops
 from moeplan.simulator.op_shapes import OpShape, Part
-from moeplan.simulator.overlap import dispatch_sm_frac, hidden_seconds, paired_frac
+from moeplan.simulator.overlap import dispatch_sm_frac, paired_frac, paired_saving
 from moeplan.simulator.rank_groups import rank_groups
 from moeplan.simulator.recurrence import PipelineTime, pipeline_time
 from moeplan.simulator.stack import SoftwareStack
 from moeplan.vocabulary import OP_FAMILIES
 
 NUM_FAMILIES = len(OP_FAMILIES)
-DISPATCH, BUBBLE = FAMILY_INDEX["dispatch"], FAMILY_INDEX["bubble"]
+DISPATCH, HOST, BUBBLE = FAMILY_INDEX["dispatch"], FAMILY_INDEX["host"], FAMILY_INDEX["bubble"]
 PP_COMM, DP_COMM, OPTIMIZER = FAMILY_INDEX["pp_comm"], FAMILY_INDEX["dp_comm"], FAMILY_INDEX["optimizer"]
 Order = tuple[int, int, int, int | None]
 
@@ -49,11 +49,11 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True)
 class PartTime:
-    """Forward and backward of one part, and the seconds that expert-parallel overlap hides in a pair of them."""
+    """Forward and backward of one part, and what a pair of them saves by overlap: exposed dispatch, exposed host."""
 
     forward: PhaseTime
     backward: PhaseTime
-    hidden_s: float
+    saved_s: tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +102,12 @@ class StepModel:
         if key not in self._parts:
             ops = forward_ops(self.model, part, shape, self.stack)
             time = self.stack.time
-            forward = phase_time(ops, self.profile, time)
-            backward = phase_time(backward_ops(ops, shape, time), self.profile, time)
-            hidden = 0.0
+            forward = phase_time(ops, self.profile, time, shape.precision)
+            backward = phase_time(backward_ops(ops, shape, time), self.profile, time, shape.precision)
+            saved = (0.0, 0.0)
             if part.kind == "moe" and shape.ep > 1 and time.ep_overlap and not {"full", "moe"} & set(shape.recompute):
-                hidden = hidden_seconds(forward, backward, dispatch_sm_frac(self.profile, shape.backend))
-            self._parts[key] = PartTime(forward, backward, hidden)
+                saved = paired_saving(forward, backward, dispatch_sm_frac(self.profile, shape.backend))
+            self._parts[key] = PartTime(forward, backward, saved)
         return self._parts[key]
 
     def phase(self, point: Point, part: Part, kind: Literal["F", "B"]) -> PhaseTime:
@@ -141,11 +141,10 @@ class StepModel:
         backward = counts @ np.array([one.backward.seconds for one in times])
         total = counts @ np.array([one.forward.total_s + one.backward.total_s for one in times])
         exposed = counts @ np.array([one.forward.exposed_s + one.backward.exposed_s for one in times])
-        hidden = counts @ np.array([one.hidden_s for one in times]) * self._paired(point)
-        if hidden.any():
-            left = 1 - hidden / (forward + backward)
-            forward, backward = forward * left, backward * left
-            exposed[:, DISPATCH] -= hidden
+        saved = counts @ np.array([one.saved_s for one in times]) * self._paired(point)[:, None]
+        left = 1 - saved.sum(axis=1) / np.maximum(forward + backward, 1e-12)  # a stage may be empty
+        forward, backward = forward * left, backward * left
+        exposed[:, [DISPATCH, HOST]] -= saved
         tokens = point.tokens_per_rank
         message = tokens * self.model.hidden_size * shape.element_bytes
         send = collective_cost("send_recv", message, rank_groups(point, self.profile).pp, self.profile)

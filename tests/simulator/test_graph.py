@@ -16,7 +16,7 @@ from moeplan.simulator.stack_time import StackTime
 
 PROFILE = load_profile("gb200")
 STACK = load_stack("megatron-bridge-26.08")
-EAGER = STACK.time.model_copy(update={"graph_scopes": ()})
+EAGER = STACK.time.model_copy(update={"full_graph_precisions": ()})
 
 
 def op(name: str, microseconds: float, **fields: object) -> Op:
@@ -33,7 +33,7 @@ def test_streams_run_side_by_side_and_expose_what_compute_waits_for() -> None:
         op("beside", 120, after=("first",)),
         op("last", 50, after=("send", "beside")),
     ]
-    time = phase_time(ops, PROFILE, STACK.time)
+    time = phase_time(ops, PROFILE, STACK.time, "bf16")
     assert time.seconds == pytest.approx(450e-6)
     assert time.exposed_s[FAMILY_INDEX["dispatch"]] == pytest.approx(180e-6)
     assert time.total_s[FAMILY_INDEX["dispatch"]] == pytest.approx(300e-6)
@@ -46,7 +46,7 @@ def test_two_waiting_streams_are_not_counted_twice() -> None:
         op("b", 300, stream="dispatch", family="dispatch", after=()),
         op("last", 10, after=("a", "b")),
     ]
-    time = phase_time(ops, PROFILE, STACK.time)
+    time = phase_time(ops, PROFILE, STACK.time, "bf16")
     assert time.seconds == pytest.approx(310e-6)
     assert time.exposed_s.sum() == pytest.approx(time.seconds)
 
@@ -60,7 +60,7 @@ def test_layer_is_its_longest_path_and_exposed_seconds_add_up(
     shape = OpShape.of(plan.point, STACK, PROFILE)
     forward = forward_ops(plan.model, Part("moe", 5), shape, STACK)
     for ops in (forward, backward_ops(forward, shape, stack)):
-        graph, time = op_graph(ops), phase_time(ops, PROFILE, stack)
+        graph, time = op_graph(ops), phase_time(ops, PROFILE, stack, "bf16")
         assert nx.is_directed_acyclic_graph(graph)
         seconds = {run.op.name: run.cost.seconds for run in time.runs}
         weighted = nx.DiGraph()
@@ -90,18 +90,18 @@ def test_slow_host_is_exposed_on_both_sides_of_a_dispatch() -> None:
         ),
         op("experts", 1, num_kernels=80, segment="expert", scope="moe"),
     ]
-    waiting = phase_time(ops, PROFILE, EAGER).exposed_s[FAMILY_INDEX["host"]]
+    waiting = phase_time(ops, PROFILE, EAGER, "bf16").exposed_s[FAMILY_INDEX["host"]]
     # What the host is ahead of the device before the dispatch does not help it after.
     assert 70 * launch_s < waiting < 82 * launch_s
-    graphed = EAGER.model_copy(update={"graph_scopes": ("all",)})
-    assert phase_time(ops, PROFILE, graphed).exposed_s[FAMILY_INDEX["host"]] == 0
+    graphed = EAGER.model_copy(update={"full_graph_precisions": ("bf16",)})
+    assert phase_time(ops, PROFILE, graphed, "bf16").exposed_s[FAMILY_INDEX["host"]] == 0
 
 
 def test_overlap_hides_no_more_than_the_exchanges_or_the_compute(report_plan: Plan) -> None:
     shape = OpShape.of(report_plan.point, STACK, PROFILE)
     ops = forward_ops(report_plan.model, Part("moe", 5), shape, STACK)
-    forward = phase_time(ops, PROFILE, STACK.time)
-    backward = phase_time(backward_ops(ops, shape, STACK.time), PROFILE, STACK.time)
+    forward = phase_time(ops, PROFILE, STACK.time, "bf16")
+    backward = phase_time(backward_ops(ops, shape, STACK.time), PROFILE, STACK.time, "bf16")
     exchanged = sum(run.cost.seconds for time in (forward, backward) for run in time.runs if run.op.kind == "exchange")
     assert hidden_seconds(forward, backward, 0.0) == pytest.approx(exchanged)  # inside NVL72 all of it fits
     assert 0 <= hidden_seconds(forward, backward, 0.2) < hidden_seconds(forward, backward, 0.1) < exchanged
@@ -118,5 +118,5 @@ def test_a_cpu_issues_and_computes_in_turn() -> None:
     cpu = PROFILE.model_copy(update={"device": "cpu"})
     ops = [op("a", 1e6), op("b", 1e6, num_kernels=4)]
     launch_s = EAGER.launches_per_op.value * PROFILE.launch_s.value
-    assert phase_time(ops, cpu, EAGER).exposed_s[FAMILY_INDEX["host"]] == pytest.approx(5 * launch_s)
-    assert phase_time(ops, PROFILE, EAGER).exposed_s[FAMILY_INDEX["host"]] == 0
+    assert phase_time(ops, cpu, EAGER, "bf16").exposed_s[FAMILY_INDEX["host"]] == pytest.approx(5 * launch_s)
+    assert phase_time(ops, PROFILE, EAGER, "bf16").exposed_s[FAMILY_INDEX["host"]] == 0

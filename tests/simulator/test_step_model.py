@@ -19,12 +19,18 @@ STACK = load_stack("megatron-bridge-26.08")
 EAGER = STACK.model_copy(
     update={
         "time": STACK.time.model_copy(
-            update={"graph_scopes": ("attention", "router"), "ep_overlap": False, "fused_grouped_mlp": False}
+            update={
+                "graph_scopes": ("attention", "router"),
+                "full_graph_precisions": (),
+                "fused_mlp_precisions": (),
+                "ep_overlap": False,
+            }
         )
     }
 )
 GB200, H100 = load_profile("gb200"), load_profile("h100")
 QWEN = load_model("qwen3-30b-a3b")
+ROUNDING = 1e-12
 
 
 @st.composite
@@ -66,8 +72,9 @@ def test_exposed_seconds_add_up_and_the_step_is_bounded(plan: Plan, stack: Softw
 @settings(max_examples=25)
 @given(plan=small_plans())
 def test_more_tokens_never_take_less_time(plan: Plan) -> None:
-    assert step_s(plan.replace(seq_len=2 * plan.seq_len)) >= step_s(plan)
-    assert step_s(plan.replace(global_batch_size=2 * plan.global_batch_size)) >= step_s(plan)
+    before = step_s(plan) * (1 - ROUNDING)
+    assert step_s(plan.replace(seq_len=2 * plan.seq_len)) >= before
+    assert step_s(plan.replace(global_batch_size=2 * plan.global_batch_size)) >= before
 
 
 @settings(max_examples=25)
@@ -75,7 +82,7 @@ def test_more_tokens_never_take_less_time(plan: Plan) -> None:
 def test_a_slower_machine_never_takes_less_time(plan: Plan, name: str) -> None:
     number = getattr(GB200, name).model_copy(update={"low": None, "high": None})
     slow = GB200.model_copy(update={name: number.model_copy(update={"value": number.value / 2})})
-    assert step_s(plan, slow) >= step_s(plan)
+    assert step_s(plan, slow) >= step_s(plan) * (1 - ROUNDING)
 
 
 def test_recompute_costs_time_and_overlap_saves_it(report_plan: Plan) -> None:
