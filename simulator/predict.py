@@ -10,8 +10,10 @@ from moeplan.point import Point
 from moeplan.results import FamilyTime, Figures
 from moeplan.simulator.doubt import doubt
 from moeplan.simulator.memory import memory_by_rank
+from moeplan.simulator.op import Timeline
 from moeplan.simulator.stack import SoftwareStack
 from moeplan.simulator.step_model import StepTime, step_model
+from moeplan.simulator.trace import step_timeline
 from moeplan.vocabulary import OP_FAMILIES
 
 
@@ -47,3 +49,8 @@ def predict(plan: Plan, profile: HardwareProfile, stack: SoftwareStack) -> Figur
         provenance={"stack": stack.source, "hardware": profile.description, **trust.source_shares},
         notes=trust.notes,
     )
+
+
+def timeline(plan: Plan, profile: HardwareProfile, stack: SoftwareStack) -> Timeline:
+    """When every chunk of one step runs on every pipeline rank, and the ops of the first micro-batch."""
+    return step_timeline(step_model(plan.model, stack, profile), plan.point)

@@ -43,7 +43,7 @@ def _ops_of(model: StepModel, point: Point, run: ChunkRun) -> Iterator[Span]:
         start_s += phase.seconds * scale
 
 
-def trace_text(spans: Timeline) -> str:
+def trace_json(spans: Timeline) -> str:
     """Chrome trace JSON: a process a pipeline rank, a thread a stream, microseconds."""
     events: list[dict[str, object]] = [
         {"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"pipeline rank {rank}"}}

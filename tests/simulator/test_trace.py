@@ -9,7 +9,7 @@ from moeplan.hwprofiles.load import load_profile
 from moeplan.plan import Plan
 from moeplan.simulator.stack import load_stack
 from moeplan.simulator.step_model import step_model
-from moeplan.simulator.trace import step_timeline, trace_text
+from moeplan.simulator.trace import step_timeline, trace_json
 
 MODEL = load_stack("megatron-bridge-26.08")
 
@@ -32,7 +32,7 @@ def test_ops_fill_their_chunks_and_the_trace_is_json(report_plan: Plan) -> None:
     for before, after in itertools.pairwise(inside):
         assert after.start_s >= before.end_s - 1e-12
 
-    events = json.loads(trace_text(spans))["traceEvents"]
+    events = json.loads(trace_json(spans))["traceEvents"]
     complete = [event for event in events if event["ph"] == "X"]
     assert len(complete) == len(spans.spans)
     assert {event["pid"] for event in complete} == {0, 1, 2, 3}
