@@ -7,7 +7,7 @@ goes with K / (K + 400), against the 6000 typical of the curves. The 400 fits De
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moeplan.errors import InvalidInputError
 from moeplan.hwprofiles.curves import MonotoneTime
@@ -35,22 +35,27 @@ NEAREST_DTYPES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """Where a GEMM rate comes from: a curve (of time by rows) whose rate is multiplied by ``scale_frac``."""
+    """Where a GEMM rate comes from: a curve (of time by rows) whose rate is multiplied by ``scale_frac``.
+
+    ``typical_inner`` and ``inner_overhead`` are the curve's own where it states them.
+    """
 
     curve: MonotoneTime
     scale_frac: float
     source: SourceKind
     error_frac: float
     note: str = ""
+    typical_inner: float = TYPICAL_INNER
+    inner_overhead: float = INNER_OVERHEAD
 
     def seconds(self, rows: float, cols: float, inner: float) -> float:
-        """One GEMM: 2 M N (K + 400) over the rate at min(M, N), with the typical inner dimension divided out.
+        """One GEMM: 2 M N (K + overhead) over the rate at min(M, N), the typical inner dimension divided out.
 
         Non-decreasing in all three: time_at(min) is, and so is min / time_at(min) x the longer side.
         """
         shorter, longer = min(rows, cols), max(rows, cols)
-        typical = TYPICAL_INNER / (TYPICAL_INNER + INNER_OVERHEAD)
-        return 2 * longer * (inner + INNER_OVERHEAD) * typical * self.curve.time_at(shorter) / self.scale_frac
+        typical = self.typical_inner / (self.typical_inner + self.inner_overhead)
+        return 2 * longer * (inner + self.inner_overhead) * typical * self.curve.time_at(shorter) / self.scale_frac
 
 
 def dense_rate(profile: HardwareProfile, dtype: str) -> Rate:
@@ -68,7 +73,7 @@ def dense_rate(profile: HardwareProfile, dtype: str) -> Rate:
             continue
         if other == dtype:
             note = f"gemm[{dtype}]" if curve.source == "assumed" else ""
-            return Rate(curve.curve, sustained, curve.source, curve.error_bar_frac, note)
+            return Rate(curve.curve, sustained, curve.source, curve.error_bar_frac, note, *_inner(curve))
         ratio = _ratio(peaks, dtype, other)
         note = f"gemm[{dtype}]: the {other} curve x {ratio:.3g}"
         return Rate(curve.curve, sustained * ratio, "assumed", assumed_frac, note)
@@ -95,6 +100,12 @@ def _ratio(peaks: dict[str, float], dtype: str, other: str) -> float:
     return 0.5 if dtype == "fp64" else 1.0
 
 
+def _inner(curve: GemmCurve) -> tuple[float, float]:
+    """The curve's typical inner dimension and its overhead, or those of the GPU readings."""
+    typical = TYPICAL_INNER if curve.typical_inner is None else curve.typical_inner
+    return typical, INNER_OVERHEAD if curve.inner_overhead is None else curve.inner_overhead
+
+
 def grouped_seconds(
     profile: HardwareProfile, dtype: str, backend: str, shape: tuple[float, float, float], num_groups: int
 ) -> tuple[float, Rate]:
@@ -112,7 +123,13 @@ def grouped_seconds(
         return num_groups * 2 * cols * inner * rate.curve.time_at(rows) / rate.scale_frac, rate
     dense = dense_rate(profile, dtype)
     note = f"grouped_gemm[{dtype} {backend}]: {GROUPED_OVER_DENSE_FRAC:g} x the dense rate at all rows"
-    rate = Rate(dense.curve, dense.scale_frac * GROUPED_OVER_DENSE_FRAC, "assumed", max(0.2, dense.error_frac), note)
+    rate = replace(
+        dense,
+        scale_frac=dense.scale_frac * GROUPED_OVER_DENSE_FRAC,
+        source="assumed",
+        error_frac=max(0.2, dense.error_frac),
+        note=note,
+    )
     padded = max(rows, TILE_ROWS)
     return rate.seconds(padded * num_groups, cols, inner), rate
 

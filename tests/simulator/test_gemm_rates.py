@@ -82,3 +82,10 @@ def test_grouped_gemm_uses_the_curve_of_its_back_end() -> None:
     seconds, rate = grouped_seconds(h200, "bf16", curve.backend, (1024, 4096, 7168), curve.num_experts)
     assert rate.source == curve.source
     assert seconds > 0
+
+
+def test_a_curve_may_state_what_its_inner_dimension_pays() -> None:
+    """A host has no pipeline to fill: without overhead, time goes with K alone."""
+    curve = H100.gemm[0].model_copy(update={"typical_inner": 512.0, "inner_overhead": 0.0})
+    rate = dense_rate(H100.model_copy(update={"gemm": (curve,)}), curve.dtype)
+    assert rate.seconds(512, 512, 1024) == pytest.approx(2 * rate.seconds(512, 512, 512))
