@@ -55,13 +55,9 @@ class DecoderLayer(nn.Module):
                 return (rms_norm(x_LH, weight_H, self.eps),)
 
         def run(normed_LH: Tensor) -> Tensor:
-            out_LH: Tensor = block(normed_LH)
+            out_LH: Tensor = checkpointed(block, normed_LH) if recompute else block(normed_LH)
             return out_LH
 
-        if recompute and self.drop_norms:
-            return checkpointed(lambda x_LH: run(*norm(x_LH)), x_LH)
-        if recompute:
-            return checkpointed(run, *norm(x_LH))
         if self.drop_norms:
             return dropping_output(norm, (x_LH,), run)
         return run(*norm(x_LH))

@@ -108,7 +108,7 @@ class Experts(nn.Module):
         super().__init__()
         model = plan.model
         self.kind = model.activation
-        self.drop_activation = "moe_act" in plan.recompute and "moe" not in plan.recompute
+        self.drop_activation = "moe_act" in plan.recompute
         hidden, ffn = model.hidden_size, moe.expert_ffn_size
         width, num_local = ffn // mesh.etp.size, moe.num_experts // mesh.ep.size
         parts = ("gate", "up") if model.is_gated else ("up",)

@@ -5,20 +5,43 @@ of their gradients asks for it (report section 1.6). No part of a consumer runs 
 """
 
 from collections.abc import Callable
-from typing import Any, TypeVar, TypeVarTuple, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
 
-Ts = TypeVarTuple("Ts")
 ResultT = TypeVar("ResultT")
 
 
-def checkpointed(function: Callable[[*Ts], ResultT], *inputs: *Ts) -> ResultT:
-    """``function(*inputs)``, keeping only its inputs; backward runs it again."""
-    return cast("ResultT", checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False))
+class _Checkpoint(Function):
+    """What torch.utils.checkpoint does for one output, which would load the compiler: 145 MiB a process."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Callable[..., Tensor], *inputs: Tensor | None) -> Tensor:
+        ctx.function = function
+        ctx.save_for_backward(*inputs)
+        return function(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        inputs = [
+            None if tensor is None else tensor.detach().requires_grad_(tensor.requires_grad)
+            for tensor in ctx.saved_tensors
+        ]
+        with torch.enable_grad():
+            output = ctx.function(*inputs)
+        torch.autograd.backward(output, grads[0])
+        return None, *(None if tensor is None else tensor.grad for tensor in inputs)
+
+
+def checkpointed(function: Callable[..., Tensor], *inputs: Tensor | None) -> Tensor:
+    """``function(*inputs)``, keeping only its inputs; backward runs all of it again, its communication as well.
+
+    At least one input must require a gradient. Parameters that ``function`` uses get theirs in that second run.
+    """
+    return cast("Tensor", _Checkpoint.apply(function, *inputs))
 
 
 class _Dropped:
