@@ -18,6 +18,9 @@ PINNABLE = (
     "overlap_grad_reduce", "overlap_param_gather",
 )  # fmt: skip
 
+# Left free by default: memory predictions of published runs are within 2 % at the median, and allocators need room.
+MEMORY_MARGIN_FRAC = 0.03
+
 
 @dataclass(frozen=True, slots=True)
 class SearchRequest:
@@ -34,6 +37,12 @@ class SearchRequest:
     forbidden: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     top_k: int = 10
     time_limit_s: float | None = None
+    memory_margin_frac: float = MEMORY_MARGIN_FRAC
+
+    @property
+    def usable_bytes(self) -> float:
+        """Device memory that plans may fill: the profile's, less the margin."""
+        return self.profile.memory_bytes.value * (1 - self.memory_margin_frac)
 
 
 def parse_pins(text: str, flag: str) -> dict[str, Any]:

@@ -1,7 +1,11 @@
-"""Search: memory as a hard wall, then time, then rank."""
+"""Search: memory as a hard wall, then best-first by time, exact for the plans it returns.
+
+Time without recompute is a lower bound of a family's time with any, so families are opened in the order of that bound
+until the plans found beat all that is left.
+"""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from moeplan.errors import InvalidInputError
@@ -13,6 +17,8 @@ from moeplan.results import Figures, Rejection
 from moeplan.simulator.memory import peak_memory_bytes
 from moeplan.simulator.predict import predict, step_times
 from moeplan.vocabulary import RecomputeModule
+
+NUM_OPENED_AT_ONCE = 64  # families whose points are costed together; larger wastes work past the last useful one
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +33,8 @@ class RankedPlan:
 class SearchOutcome:
     """Ranked plans, best first; why the rest was turned down; how much was looked at.
 
-    ``num_points`` counts candidates that exist on paper, ``num_costed`` those that fit and were timed; ``is_complete``
-    says whether the whole space was covered.
+    ``num_points`` counts candidates that exist on paper, ``num_costed`` those that were timed; the rest was ruled out
+    by a rule, by memory or by the bound. ``is_complete`` says whether the whole space was covered.
     """
 
     plans: tuple[RankedPlan, ...]
@@ -56,77 +62,93 @@ class _MemoryWall:
 
 @dataclass(slots=True)
 class _Sweep:
-    """State of one pass over the space."""
+    """What one pass over the space found: families that fit with the most recompute, and why the others do not."""
 
     request: SearchRequest
     wall: _MemoryWall
     tally: Tally = field(default_factory=Tally)
-    fitting: list[Point] = field(default_factory=list)
+    fitting: list[Family] = field(default_factory=list)
     num_points: int = 0
+    num_costed: int = 0
     is_complete: bool = True
 
 
 def search(request: SearchRequest, progress: Callable[[int, int], None] | None = None) -> SearchOutcome:
-    """All legal plans that fit, the fastest ``request.top_k`` of them with full predictions.
+    """The fastest ``request.top_k`` legal plans that fit, with full predictions.
 
-    ``progress`` is told (candidates seen, candidates that fit) now and then. Raises InvalidInputError where ``--fix``
+    ``progress`` is told (candidates seen, families that fit) now and then. Raises InvalidInputError where ``--fix``
     leaves nothing legal; an outcome without plans means that nothing fits in memory.
     """
     started_s = time.monotonic()
     sweep = _sweep(request, started_s, progress)
     if not sweep.fitting and not sweep.wall.count:
         _raise_illegal(sweep)
-    times = step_times(request.model, sweep.fitting, request.stack, request.profile)
-    order = sorted(
-        range(len(times)), key=lambda index: (times[index].step_s, sweep.fitting[index].as_dict().__repr__())
-    )
-    plans = tuple(_ranked(request, sweep.fitting[index]) for index in order[: request.top_k])
+    best = _best_points(sweep)
     return SearchOutcome(
-        plans=plans,
+        plans=tuple(_ranked(request, point) for point in best),
         rejections=_rejections(sweep),
         num_points=sweep.num_points + sum(sweep.tally.counts.values()),
-        num_costed=len(sweep.fitting),
+        num_costed=sweep.num_costed,
         seconds=time.monotonic() - started_s,
         is_complete=sweep.is_complete,
     )
 
 
 def _sweep(request: SearchRequest, started_s: float, progress: Callable[[int, int], None] | None) -> _Sweep:
-    sweep = _Sweep(request, _MemoryWall(request.profile.memory_bytes.value))
+    sweep = _Sweep(request, _MemoryWall(request.usable_bytes))
     for by_mbs in families(request, default_space(request), sweep.tally):
         if request.time_limit_s is not None and time.monotonic() - started_s > request.time_limit_s:
             sweep.is_complete = False
             break
         for family in by_mbs:
-            if not _add_fitting(sweep, family):
+            sweep.num_points += len(family.recompute)
+            lightest = family.lightest
+            needed = _needed_bytes(request, lightest)
+            if needed > sweep.wall.available_bytes:
+                sweep.wall.add(needed, lightest)
                 break  # a larger micro-batch needs no less memory
+            sweep.fitting.append(family)
         if progress is not None:
             progress(sweep.num_points, len(sweep.fitting))
     return sweep
 
 
-def _add_fitting(sweep: _Sweep, family: Family) -> bool:
-    """Keep the points of ``family`` that fit and are not beaten by a smaller set of recomputed modules that fits."""
-    points = list(family.points())
-    sweep.num_points += len(points)
-    lightest, needed = points[-1], _needed_bytes(sweep, points[-1])  # the last set recomputes most
-    if needed > sweep.wall.available_bytes:
-        sweep.wall.add(needed, lightest)
-        return False
-    kept: list[set[RecomputeModule]] = []
-    for point in points[:-1]:
-        chosen = set(point.recompute)
-        beaten = any(smaller <= chosen for smaller in kept)  # recomputing more only takes longer
-        if not beaten and _needed_bytes(sweep, point) <= sweep.wall.available_bytes:
-            sweep.fitting.append(point)
-            kept.append(chosen)
-    if not kept:
-        sweep.fitting.append(lightest)
-    return True
-
-
-def _needed_bytes(sweep: _Sweep, point: Point) -> float:
+def _best_points(sweep: _Sweep) -> list[Point]:
+    """The ``top_k`` fastest points that fit, best first; ties by their fields, so that a search repeats itself."""
     request = sweep.request
+    bounds = _times(sweep, [family.base for family in sweep.fitting])
+    order = sorted(range(len(bounds)), key=bounds.__getitem__)
+    best: list[tuple[float, str, Point]] = []
+    for start in range(0, len(order), NUM_OPENED_AT_ONCE):
+        block = order[start : start + NUM_OPENED_AT_ONCE]
+        if len(best) == request.top_k and bounds[block[0]] > best[-1][0]:
+            break
+        points = [point for index in block for point in _fitting_points(request, sweep.fitting[index])]
+        found = zip(_times(sweep, points), points, strict=True)
+        best += [(step_s, repr(point.as_dict()), point) for step_s, point in found]
+        best = sorted(best, key=lambda one: one[:2])[: request.top_k]
+    return [point for _, _, point in best]
+
+
+def _times(sweep: _Sweep, points: Sequence[Point]) -> list[float]:
+    sweep.num_costed += len(points)
+    request = sweep.request
+    return [found.step_s for found in step_times(request.model, points, request.stack, request.profile)]
+
+
+def _fitting_points(request: SearchRequest, family: Family) -> Iterator[Point]:
+    """Points of ``family`` that fit and are not beaten by a smaller set of recomputed modules that fits."""
+    kept: list[set[RecomputeModule]] = []
+    for point in family.points():
+        chosen = set(point.recompute)
+        if any(smaller <= chosen for smaller in kept) or (kept and "full" in chosen):
+            continue  # recomputing more only takes longer
+        if _needed_bytes(request, point) <= request.usable_bytes:
+            kept.append(chosen)
+            yield point
+
+
+def _needed_bytes(request: SearchRequest, point: Point) -> float:
     return peak_memory_bytes(request.model, point, request.stack, request.profile)
 
 

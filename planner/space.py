@@ -59,7 +59,7 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Legal points that differ in recompute only, cheaper sets first."""
+    """Legal points that differ in recompute only, cheaper sets first. ``base`` recomputes nothing."""
 
     base: Point
     recompute: tuple[RecomputeSet, ...]
@@ -69,6 +69,11 @@ class Family:
         fields = self.base.as_dict()
         for chosen in self.recompute:
             yield Point(**(fields | {"recompute": chosen}))
+
+    @property
+    def lightest(self) -> Point:
+        """The point that recomputes most."""
+        return Point(**(self.base.as_dict() | {"recompute": self.recompute[-1]}))
 
 
 def default_space(request: SearchRequest) -> Space:

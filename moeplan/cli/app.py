@@ -62,6 +62,9 @@ def search(  # noqa: PLR0917 - typer: one parameter per option
     forbid: Annotated[str, typer.Option("--forbid", help="Values not to use: tp=8,precision=mxfp8.")] = "",
     top: Annotated[int, typer.Option("--top", min=1, help="Plans to print.")] = 10,
     time_limit: Annotated[float | None, typer.Option("--time-limit", help="Seconds after which to stop.")] = None,
+    memory_margin: Annotated[
+        float, typer.Option("--memory-margin", min=0, max=0.9, help="Fraction of device memory to leave free.")
+    ] = 0.03,
     out: Annotated[Path | None, typer.Option("--out", help="Write the best plan to this TOML file.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -69,7 +72,7 @@ def search(  # noqa: PLR0917 - typer: one parameter per option
     from moeplan.cli.search import SearchOptions, run_search
 
     sizes = (model, hardware, gpus, seq_len, global_batch_size)
-    run_search(SearchOptions(*sizes, stack, fix, forbid, top, time_limit, out, as_json))
+    run_search(SearchOptions(*sizes, stack, fix, forbid, top, time_limit, memory_margin, out, as_json))
 
 
 @app.command()

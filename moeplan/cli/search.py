@@ -32,6 +32,7 @@ class SearchOptions:
     forbid: str
     top: int
     time_limit_s: float | None
+    memory_margin_frac: float
     out: Path | None
     as_json: bool
 
@@ -67,6 +68,7 @@ def _request(options: SearchOptions) -> SearchRequest:
         forbidden=parse_forbidden(options.forbid, "--forbid"),
         top_k=options.top,
         time_limit_s=options.time_limit_s,
+        memory_margin_frac=options.memory_margin_frac,
     )
 
 

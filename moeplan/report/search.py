@@ -22,6 +22,8 @@ def print_outcome(request: SearchRequest, outcome: SearchOutcome, out: Path | No
         f"{request.model.name} on {request.num_gpus} x {request.profile.name}, stack {request.stack.name}: "
         f"{request.global_batch_size} sequences of {request.seq_len} = {format_count(tokens)} tokens a step"
     )
+    profile_bytes, margin = format_bytes(request.profile.memory_bytes.value), 100 * request.memory_margin_frac
+    console.print(f"memory wall: {profile_bytes} less a margin of {margin:g} %, {format_bytes(request.usable_bytes)}")
     if outcome.plans:
         console.print(_ranking(request, outcome))
         best = outcome.plans[0]
@@ -37,7 +39,7 @@ def print_outcome(request: SearchRequest, outcome: SearchOutcome, out: Path | No
             console.print(f"note: {note}")
     if outcome.rejections:
         console.print(_rejections(outcome))
-    counts = f"{outcome.num_points} candidates, {outcome.num_costed} fit and were costed, {outcome.seconds:.1f} s"
+    counts = f"{outcome.num_points} candidates, {outcome.num_costed} costed, {outcome.seconds:.1f} s"
     console.print(f"{counts}, {'the whole space' if outcome.is_complete else 'cut by the time limit'}")
     if out is not None and outcome.plans:
         console.print(f"best plan written to {out}")
