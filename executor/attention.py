@@ -112,6 +112,9 @@ class GroupedQueryAttention(_AttentionBase):
         with scope("elementwise"):
             if self.q_norm is not None and self.k_norm is not None:
                 q_BSND, k_BSMD = rms_norm(q_BSND, self.q_norm, self.eps), rms_norm(k_BSMD, self.k_norm, self.eps)
+            else:
+                # The rotated q and k are new tensors, so a view of v alone would keep the whole of qkv for backward.
+                v_BSMD = v_BSMD.contiguous()
         return self.project_out(self.core(self.rotate(q_BSND), self.rotate(k_BSMD), v_BSMD))
 
 

@@ -1,0 +1,68 @@
+"""The loop itself: progress, the record it leaves, and what is not finite."""
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from moeplan.errors import RunFailedError
+from moeplan.executor.train import train
+from moeplan.plan import Plan
+from moeplan.run_config import RunConfig
+from tests.executor.cases import GQA_MODEL, build_trainer, tiny_plan
+from tests.executor.gloo_pool import GlooPool, gloo_pool
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GlooPool]:
+    with gloo_pool(2, tmp_path_factory.mktemp("gloo")) as pool:
+        yield pool
+
+
+def poisoned_step(rank: int, plan: Plan, run: RunConfig, poisoned_rank: int, what: str) -> str:
+    """What the second step says when a weight (before) or a gradient (after backward) of one rank is not a number."""
+    trainer = build_trainer(rank, plan, run)
+    trainer.step(0)
+    if rank == poisoned_rank:
+        buffer = trainer.optimizer.classes[0].buffer
+        # All weights, because the first are those of a token that does not occur; one gradient is enough.
+        (buffer.weights if what == "loss" else buffer.grads[5]).fill_(math.nan)
+    try:
+        trainer.step(1)
+    except RunFailedError as error:
+        return error.message
+    return "finished"
+
+
+def test_a_loss_that_is_not_finite_names_step_and_rank(pool: GlooPool) -> None:
+    messages = pool.run(poisoned_step, tiny_plan(GQA_MODEL, 2), RunConfig(), 1, "loss")
+    assert messages == ["loss is nan at step 2 on rank 1"] * 2
+
+
+def test_a_gradient_that_is_not_finite_stops_every_rank(pool: GlooPool) -> None:
+    messages = pool.run(poisoned_step, tiny_plan(GQA_MODEL, 2), RunConfig(), 1, "gradient")
+    # After the reduction it is in the shard of the rank that sums it.
+    assert messages == ["gradient norm is nan at step 2 on rank 0"] * 2
+
+
+def test_the_record_has_every_step_and_the_time_of_the_traced_ones() -> None:
+    run = RunConfig(steps=6, profile_steps=2, log_every=4)
+    lines: list[str] = []
+    record = train(build_trainer(0, tiny_plan(GQA_MODEL, 1, precision="fp32"), run), lines.append)
+    assert len(record.losses) == len(record.step_times_s) == 6
+    assert [line.split("  ")[0] for line in lines] == ["step 4/6", "step 6/6"]
+    assert f"loss {record.losses[3]:.4f}" in lines[0]
+    traced_s = sum(record.step_times_s[4:]) / 2
+    assert sum(time.exposed_s for time in record.family_times.values()) == pytest.approx(traced_s, rel=0.3)
+    assert record.peak_bytes > 0
+
+
+def test_training_learns_real_text() -> None:
+    run = RunConfig(steps=30, lr=1e-2, lr_warmup_steps=3)
+    plan = tiny_plan(GQA_MODEL, 1, precision="fp32", seq_len=32)
+    trainer = build_trainer(0, plan, run)
+    losses = [trainer.step(number).loss for number in range(30)]
+    assert losses[0] == pytest.approx(math.log(256), abs=0.1)
+    assert sum(losses[-5:]) / 5 < 4.0
+    assert torch.isfinite(torch.tensor(losses)).all()
