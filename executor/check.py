@@ -12,6 +12,14 @@ from moeplan.run_config import RunConfig
 _ID_BYTES = {"uint8": 1, "uint16": 2, "uint32": 4}
 
 
+# Fields that Megatron executes and the native executor does not.
+_DEFAULT_ONLY = (
+    "ep_overlap", "delay_wgrad", "shared_expert_overlap", "dispatch_sms", "cuda_graph", "fused_grouped_mlp",
+    "fp8_primary_weights", "fp8_attention", "tp_comm_overlap", "offload_layers", "offload_modules",
+    "offload_optimizer_states", "optimizer_cpu_frac",
+)  # fmt: skip
+
+
 def check_supported(plan: Plan) -> None:
     """Raise InvalidInputError naming the first key of the plan that the native executor does not run."""
     for key, got, allowed, hint in (*_plan_limits(plan), *_model_limits(plan.model, plan.tp)):
@@ -29,6 +37,12 @@ def _plan_limits(plan: Plan) -> Iterator[tuple[str, object, str, str]]:
         yield "moment_dtype", plan.moment_dtype, "fp32 Adam moments (fp64 with precision fp64)", "use fp32"
     if plan.dispatcher != "alltoall":
         yield "dispatcher", plan.dispatcher, "alltoall", "set dispatcher = 'alltoall'"
+    if plan.sharding == "full":
+        yield "sharding", plan.sharding, "none and optimizer", "set sharding = 'optimizer'"
+    for key in _DEFAULT_ONLY:
+        got, default = getattr(plan, key), Plan.model_fields[key].default
+        if got != default:
+            yield key, got, f"{key} {default}", f"leave {key} out: it can be predicted, not run"
 
 
 def _model_limits(model: ModelSpec, tp: int) -> Iterator[tuple[str, object, str, str]]:
@@ -61,7 +75,7 @@ def check_world(plan: Plan, num_processes: int) -> None:
     """Raise InvalidInputError unless there is one process for each GPU of the plan."""
     if num_processes != plan.num_gpus:
         raise InvalidInputError(
-            f"{num_processes} processes for a plan of {plan.num_gpus} GPUs, allowed: exactly {plan.num_gpus}",
+            f"processes: got {num_processes} for a plan of {plan.num_gpus} GPUs, allowed: exactly {plan.num_gpus}",
             f"start {plan.num_gpus} processes, or search a plan for {num_processes}",
         )
 

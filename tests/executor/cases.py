@@ -60,6 +60,16 @@ MLA_MODEL = ModelSpec(
     ),
 )
 
+DENSE_MODEL = ModelSpec(
+    name="tiny-dense",
+    num_layers=2,
+    hidden_size=32,
+    vocab_size=256,
+    dense_ffn_size=48,
+    activation="squared_relu",
+    attention=GqaAttention(num_heads=4, num_kv_heads=4, head_dim=8),
+)
+
 
 def tiny_plan(model: ModelSpec, num_gpus: int, **changes: Any) -> Plan:
     """A float64 plan of eight sequences of 16 tokens a step."""

@@ -55,7 +55,7 @@ def test_each_limit_of_models_is_named(key: str, changes: dict[str, Any]) -> Non
 def test_world_must_be_that_of_the_plan() -> None:
     check_world(tiny_plan(GQA_MODEL, 4), 4)
     for num_processes in (2, 8):
-        with pytest.raises(InvalidInputError, match=f"{num_processes} processes for a plan of 4 GPUs"):
+        with pytest.raises(InvalidInputError, match=f"got {num_processes} for a plan of 4 GPUs"):
             check_world(tiny_plan(GQA_MODEL, 4), num_processes)
 
 

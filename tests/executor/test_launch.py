@@ -65,7 +65,7 @@ def test_a_run_writes_its_figures_and_reports_each_step(tmp_path: Path) -> None:
 def test_what_cannot_work_is_refused_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "Popen", lambda *_args, **_kwargs: pytest.fail("a process was started"))
     for num_processes, run, message in (
-        (4, {}, "4 processes for a plan of 2 GPUs"),
+        (4, {}, "processes: got 4 for a plan of 2 GPUs"),
         (2, {"steps": 3}, "steps: got 3"),
         (2, {"data": str(tmp_path / "none.bin")}, "file not found"),
     ):
@@ -84,7 +84,11 @@ def test_a_rank_that_meets_a_foreign_token_says_so(tmp_path: Path) -> None:
 def start(paths: tuple[Path, Path, Path]) -> "tuple[subprocess.Popen[str], list[psutil.Process]]":
     """A launcher in a process of its own, in its first steps, and the worker processes by rank."""
     launcher = subprocess.Popen(
-        [sys.executable, "-c", LAUNCH, *map(str, paths)], cwd=ROOT, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", LAUNCH, *map(str, paths)],
+        cwd=ROOT,
+        env={**os.environ, "TMPDIR": str(paths[0].parent)},
+        stderr=subprocess.PIPE,
+        text=True,
     )
     assert launcher.stderr is not None
     assert launcher.stderr.readline().startswith("step 1/")
