@@ -1,10 +1,11 @@
-"""Which plans exist at all: the constraints of report section 4.2, one list for planner, Plan and executor."""
+"""Which plans exist at all: the constraints of report sections 2.5, 2.6 and 4.2, for planner, Plan and executor."""
 
 from collections.abc import Iterator
 
 from moeplan.model_spec import MlaAttention, ModelSpec
 from moeplan.pipeline_order import schedule_problem
 from moeplan.point import Point
+from moeplan.vocabulary import PRECISIONS
 
 
 def violations(model: ModelSpec, point: Point) -> Iterator[tuple[str, str]]:
@@ -21,6 +22,75 @@ def violations(model: ModelSpec, point: Point) -> Iterator[tuple[str, str]]:
         yield "vp", problem
     if point.pp * point.vp > model.num_layers + 1:
         yield "pp", f"pp {point.pp} x vp {point.vp} = {point.pp * point.vp} stages for {model.num_layers} layers"
+    yield from _overlap_violations(model, point)
+    yield from _graph_violations(model, point)
+    yield from _precision_violations(point)
+    yield from _offload_violations(point)
+
+
+def _overlap_violations(model: ModelSpec, point: Point) -> Iterator[tuple[str, str]]:
+    """Batch-level overlap (report section 2.5) and shared-expert overlap (2.6)."""
+    if point.delay_wgrad and not point.ep_overlap:
+        yield "delay_wgrad", "delayed weight gradients need ep_overlap"
+    if point.shared_expert_overlap:
+        if model.moe is None or not model.moe.shared_ffn_size:
+            yield "shared_expert_overlap", f"{model.name} has no shared expert"
+        if "shared_experts" in point.recompute:
+            yield "shared_expert_overlap", "excludes recompute of shared_experts"
+    if not point.ep_overlap:
+        return
+    if point.ep == 1:
+        yield "ep_overlap", "needs ep > 1"
+    if point.pp > 1 and point.vp == 1:
+        yield "ep_overlap", f"needs virtual stages under pp {point.pp}: vp > 1"
+    if point.sharding == "full" and point.vp > 1:
+        yield "ep_overlap", "with full sharding it needs vp 1"
+    barred = {"full", "moe"} & set(point.recompute)
+    if barred:
+        yield "ep_overlap", f"excludes recompute of {', '.join(sorted(barred))}"
+    if point.shared_expert_overlap:
+        yield "ep_overlap", "excludes shared_expert_overlap"
+    if model.num_mtp_layers > 1:
+        yield "ep_overlap", f"allows one MTP layer, {model.name} has {model.num_mtp_layers}"
+    captured = {"moe", "mlp"} & set(point.cuda_graph)
+    if captured:
+        yield "ep_overlap", f"excludes graphs of {', '.join(sorted(captured))}"
+
+
+def _graph_violations(model: ModelSpec, point: Point) -> Iterator[tuple[str, str]]:
+    """What a CUDA graph may hold: static shapes only (report section 3.4)."""
+    scopes = set(point.cuda_graph)
+    if "full_iteration" in scopes and len(scopes) > 1:
+        yield "cuda_graph", "full_iteration stands alone"
+    if "moe_preprocess" in scopes and "moe_router" not in scopes:
+        yield "cuda_graph", "moe_preprocess needs moe_router"
+    is_static = point.routing == "drop" or (point.dispatcher == "flex" and point.flex_backend == "hybridep")
+    if model.moe is not None and scopes & {"full_iteration", "moe"} and not is_static:
+        yield "cuda_graph", "graphs of whole MoE layers need routing drop or the hybridep dispatcher"
+
+
+def _precision_violations(point: Point) -> Iterator[tuple[str, str]]:
+    is_quantized = PRECISIONS[point.precision].quantized_bytes is not None
+    for key in ("fp8_primary_weights", "fp8_attention"):
+        if getattr(point, key) and not is_quantized:
+            yield key, f"needs a low precision, got {point.precision}"
+    if point.fp8_primary_weights and point.optimizer_cpu_frac:
+        yield "optimizer_cpu_frac", "excludes fp8_primary_weights"
+    barred = {"moe_act", "layernorm"} & set(point.recompute)
+    if point.precision == "fp8_delayed" and barred:
+        yield "recompute", f"delayed scaling excludes {', '.join(sorted(barred))}"
+
+
+def _offload_violations(point: Point) -> Iterator[tuple[str, str]]:
+    """Fine-grained activation offload (report section 1.6)."""
+    modules = set(point.offload_modules)
+    if "attn_proj" in modules and "core_attn" not in modules:
+        yield "offload_modules", "attn_proj needs core_attn"
+    norms = modules & {"attn_norm", "mlp_norm"}
+    if norms and point.cuda_graph:
+        yield "offload_modules", f"graphs exclude {', '.join(sorted(norms))}"
+    if point.optimizer_cpu_frac and point.offload_optimizer_states:
+        yield "optimizer_cpu_frac", "excludes offload_optimizer_states"
 
 
 def _expert_violations(model: ModelSpec, point: Point) -> Iterator[tuple[str, str]]:

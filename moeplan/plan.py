@@ -14,14 +14,23 @@ from moeplan.legality import violations
 from moeplan.model_spec import MlaAttention, ModelSpec
 from moeplan.point import Point
 from moeplan.record import Record
-from moeplan.vocabulary import Dispatcher, FlexBackend, PrecisionName, RecomputeModule, Sharding
+from moeplan.vocabulary import (
+    CudaGraphScope,
+    Dispatcher,
+    FlexBackend,
+    OffloadModule,
+    PrecisionName,
+    RecomputeModule,
+    Routing,
+    Sharding,
+)
 
 
 class Plan(Record):
     """Everything that changes cost. ``dp`` and ``edp`` follow from the other degrees; where given they must agree.
 
     ``tp*cp*dp == etp*ep*edp`` ranks form one pipeline stage. Sharding ``optimizer`` splits optimizer state over
-    dp x cp (dense) and edp (experts); ``none`` replicates it.
+    dp x cp (dense) and edp (experts); ``full`` splits weights and gradients too (FSDP); ``none`` replicates all.
     """
 
     schema_version: Literal[1] = 1
@@ -52,6 +61,22 @@ class Plan(Record):
     moment_dtype: Literal["fp64", "fp32", "bf16"] = "fp32"
     overlap_grad_reduce: bool = True
     overlap_param_gather: bool = True
+    ep_overlap: bool = Field(default=False, description="a forward and a backward run together to hide the exchange")
+    delay_wgrad: bool = Field(default=False, description="under ep_overlap, weight gradients wait for their own step")
+    shared_expert_overlap: bool = Field(default=False, description="shared experts run beside the exchange")
+    dispatch_sms: int = Field(default=0, ge=0, description="SMs given to the flex dispatcher; 0: its default")
+    routing: Routing = Field(default="balanced", description="forced balance, natural, or dropped at capacity 1")
+    cuda_graph: tuple[CudaGraphScope, ...] = Field(default=(), description="parts whose kernels a graph launches")
+    fused_grouped_mlp: bool = Field(default=False, description="activation and quantize inside the grouped GEMMs")
+    fp8_primary_weights: bool = Field(default=False, description="no BF16 copy: weights live and travel in FP8")
+    fp8_attention: bool = False
+    tp_comm_overlap: bool = False
+    offload_layers: int = Field(default=0, ge=0, description="layers of a rank whose kept tensors go to the host")
+    offload_modules: tuple[OffloadModule, ...] = Field(
+        default=(), description="modules whose kept inputs go to the host"
+    )
+    offload_optimizer_states: bool = Field(default=False, description="on the host outside the optimizer step")
+    optimizer_cpu_frac: float = Field(default=0.0, ge=0, le=1, description="part of the optimizer step run on the host")
 
     @model_validator(mode="after")
     def _legal(self) -> Self:
@@ -85,7 +110,8 @@ class Plan(Record):
             raise ValueError(
                 f"recompute: mla_up_proj needs MLA attention, {self.model.name} has {self.model.attention.kind}"
             )
-        object.__setattr__(self, "recompute", tuple(sorted(set(self.recompute))))
+        for name in ("recompute", "cuda_graph", "offload_modules"):
+            object.__setattr__(self, name, tuple(sorted(set(getattr(self, name)))))
 
     @cached_property
     def folding(self) -> Folding:

@@ -4,7 +4,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from moeplan.folding import Folding
-from moeplan.vocabulary import Dispatcher, FlexBackend, PrecisionName, RecomputeModule, Sharding
+from moeplan.vocabulary import (
+    CudaGraphScope,
+    Dispatcher,
+    FlexBackend,
+    OffloadModule,
+    PrecisionName,
+    RecomputeModule,
+    Routing,
+    Sharding,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +42,20 @@ class Point:
     moment_dtype: str
     overlap_grad_reduce: bool
     overlap_param_gather: bool
+    ep_overlap: bool
+    delay_wgrad: bool
+    shared_expert_overlap: bool
+    dispatch_sms: int
+    routing: Routing
+    cuda_graph: tuple[CudaGraphScope, ...]
+    fused_grouped_mlp: bool
+    fp8_primary_weights: bool
+    fp8_attention: bool
+    tp_comm_overlap: bool
+    offload_layers: int
+    offload_modules: tuple[OffloadModule, ...]
+    offload_optimizer_states: bool
+    optimizer_cpu_frac: float
 
     @property
     def folding(self) -> Folding:

@@ -3,11 +3,16 @@
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-PrecisionName = Literal["fp64", "fp32", "bf16", "fp8_blockwise", "mxfp8"]
+PrecisionName = Literal["fp64", "fp32", "bf16", "fp8_delayed", "fp8_current", "fp8_blockwise", "mxfp8", "nvfp4"]
 RecomputeModule = Literal["core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts", "full"]
 Dispatcher = Literal["alltoall", "flex"]
 FlexBackend = Literal["deepep", "hybridep"]
-Sharding = Literal["none", "optimizer"]
+Sharding = Literal["none", "optimizer", "full"]
+CudaGraphScope = Literal["attn", "mlp", "moe_router", "moe_preprocess", "moe", "full_iteration"]
+OffloadModule = Literal[
+    "attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act", "fused_group_mlp"
+]
+Routing = Literal["balanced", "natural", "drop"]
 
 MemoryCategory = Literal["weights", "gradients", "optimizer", "activations", "logits", "buffers", "framework"]
 MEMORY_CATEGORIES: tuple[MemoryCategory, ...] = get_args(MemoryCategory)
@@ -78,12 +83,17 @@ class Precision:
     alignment: int
 
 
+# Per-tensor recipes scale whole tensors, so their scales weigh nothing; NVFP4 keeps half a byte row- and column-wise, a
+# one-byte scale for every 16 elements, and pads to 128 rows.
 # FP8 keeps a BF16 copy and two one-byte copies of the weights of quantized linears (8 + 8/d bytes a parameter with
 # BF16 moments, report section 1.2). Scale overheads: 1x128 fp32 is 3.1 %, 1x32 E8M0 is 3.1 %.
 PRECISIONS: dict[PrecisionName, Precision] = {
     "fp64": Precision(8, 0, False, 8, None, 0, "fp64", 1),
     "fp32": Precision(4, 0, False, 4, None, 0, "fp32", 1),
     "bf16": Precision(2, 0, True, 2, None, 0, "bf16", 1),
+    "fp8_delayed": Precision(2, 2, True, 2, 1, 0, "fp8", 16),
+    "fp8_current": Precision(2, 2, True, 2, 1, 0, "fp8", 16),
     "fp8_blockwise": Precision(2, 2, True, 2, 1, 4 / 128, "fp8_block", 16),
     "mxfp8": Precision(2, 2, True, 2, 1, 1 / 32, "mxfp8", 32),
+    "nvfp4": Precision(2, 1, True, 2, 0.5, 1 / 8, "nvfp4", 128),
 }

@@ -25,6 +25,7 @@ MAX_TP, MAX_MBS, MAX_VP = 8, 8, 16
 # Modules whose recomputation is cheap for what it frees (report section 1.6), tried in every combination. ``full``
 # repeats GEMMs and the expert exchange and is tried alone, last.
 CHEAP_MODULES: tuple[RecomputeModule, ...] = ("layernorm", "moe_act", "mla_up_proj", "shared_experts")
+EXCLUDE_EP_OVERLAP: tuple[RecomputeModule, ...] = ("full", "moe")
 RecomputeSet = tuple[RecomputeModule, ...]
 
 
@@ -66,14 +67,20 @@ class Family:
 
     def points(self) -> Iterator[Point]:
         """The points, in order."""
-        fields = self.base.as_dict()
         for chosen in self.recompute:
-            yield Point(**(fields | {"recompute": chosen}))
+            yield self._with(chosen)
 
     @property
     def lightest(self) -> Point:
         """The point that recomputes most."""
-        return Point(**(self.base.as_dict() | {"recompute": self.recompute[-1]}))
+        return self._with(self.recompute[-1])
+
+    def _with(self, chosen: RecomputeSet) -> Point:
+        """The base with ``chosen`` recomputed; overlap of exchanges ends where a module excludes it."""
+        changes: dict[str, Any] = {"recompute": chosen}
+        if self.base.ep_overlap and not set(chosen).isdisjoint(EXCLUDE_EP_OVERLAP):
+            changes |= {"ep_overlap": False, "delay_wgrad": False}
+        return Point(**(self.base.as_dict() | changes))
 
 
 def default_space(request: SearchRequest) -> Space:
@@ -227,7 +234,7 @@ def _layout(model: ModelSpec, point: Point) -> str:
 
 
 def make_point(request: SearchRequest, chosen: dict[str, Any]) -> Point:
-    """A point with ``chosen`` fields, then the request's pins, then Plan's defaults."""
+    """A point with ``chosen`` fields, then the request's pins, what the stack's recipes set, and Plan's defaults."""
     defaults = {name: field.default for name, field in Plan.model_fields.items() if name in Point.__slots__}
     sizes = {
         "num_gpus": request.num_gpus,
@@ -235,4 +242,19 @@ def make_point(request: SearchRequest, chosen: dict[str, Any]) -> Point:
         "global_batch_size": request.global_batch_size,
     }
     wide = {"grad_dtype": "fp64", "moment_dtype": "fp64"} if chosen.get("precision") == "fp64" else {}
-    return Point(**(defaults | sizes | wide | request.fixed | chosen | {"recompute": ()}))
+    set_by_stack = stack_features(request, chosen) if "precision" in chosen else {}
+    return Point(**(defaults | set_by_stack | sizes | wide | request.fixed | chosen | {"recompute": ()}))
+
+
+def stack_features(request: SearchRequest, chosen: dict[str, Any]) -> dict[str, Any]:
+    """Overlap, graphs and fusions that the stack's recipes switch on, as far as the degrees allow them."""
+    backend = "alltoall" if chosen["dispatcher"] == "alltoall" else chosen["flex_backend"]
+    found = request.stack.features_of(request.model, request.profile, chosen["precision"], backend)
+    names = ("cuda_graph", "ep_overlap", "delay_wgrad", "fused_grouped_mlp", "tp_comm_overlap")
+    stated = {name: getattr(found, name) for name in names if getattr(found, name) is not None}
+    degrees = request.fixed | chosen
+    if degrees["ep"] == 1 or (degrees["pp"] > 1 and degrees["vp"] == 1):
+        stated |= {"ep_overlap": False, "delay_wgrad": False}
+    if degrees["tp"] == 1:
+        stated["tp_comm_overlap"] = False
+    return stated

@@ -88,7 +88,7 @@ def _attention_core(build: LayerBuilder, layer: int) -> list[Op]:
         name="attention_core",
         kind="attention",
         family="attention",
-        dtype=shape.plain_dtype,
+        dtype=shape.format.gemm_dtype if shape.fp8_attention else shape.plain_dtype,
         rows=tokens,
         cols=heads,
         # The curves are by sequence length: a window of keys costs as a sequence of twice the mean keys seen, and

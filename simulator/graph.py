@@ -15,11 +15,21 @@ from numpy.typing import NDArray
 from moeplan.hwprofiles.schema import HardwareProfile
 from moeplan.simulator.backward_ops import predecessors
 from moeplan.simulator.costs import cost
-from moeplan.simulator.op import Cost, Op
+from moeplan.simulator.op import Cost, GraphScope, Op
 from moeplan.simulator.stack_time import StackTime
-from moeplan.vocabulary import OP_FAMILIES, OpFamily, PrecisionName
+from moeplan.vocabulary import OP_FAMILIES, CudaGraphScope, OpFamily
 
 Array = NDArray[np.float64]
+# Ops that each scope's graph launches; the shared expert is captured with the router (report section 3.4), and the
+# router's kernels include the preprocess.
+GRAPHED: dict[CudaGraphScope, tuple[GraphScope, ...]] = {
+    "attn": ("attention",),
+    "mlp": ("mlp",),
+    "moe_router": ("router",),
+    "moe_preprocess": (),
+    "moe": ("router", "moe"),
+    "full_iteration": ("attention", "router", "moe", "mlp", "outside"),
+}
 FAMILY_INDEX: dict[OpFamily, int] = {family: index for index, family in enumerate(OP_FAMILIES)}
 
 
@@ -65,19 +75,15 @@ def op_graph(ops: Sequence[Op]) -> nx.DiGraph:
     return graph
 
 
-def phase_time(ops: Sequence[Op], profile: HardwareProfile, stack: StackTime, precision: PrecisionName) -> PhaseTime:
+def phase_time(
+    ops: Sequence[Op], profile: HardwareProfile, stack: StackTime, cuda_graph: Sequence[CudaGraphScope]
+) -> PhaseTime:
     """Cost every op, run the graph as early as it can, and say who exposes what.
 
     Exposed: all of the compute stream, and of other streams what runs while the compute stream waits. The exposed
     seconds, the host's included, add up to the phase.
     """
-    graph = op_graph(ops)
-    runs: dict[str, OpRun] = {}
-    for name in nx.topological_sort(graph):
-        op: Op = graph.nodes[name]["op"]
-        start = max((runs[before].end_s for before in graph.predecessors(name)), default=0.0)
-        runs[name] = OpRun(op, cost(op, profile), start)
-    ordered = tuple(sorted(runs.values(), key=lambda run: (run.start_s, run.end_s)))
+    ordered = _scheduled(ops, profile)
     device_s = max((run.end_s for run in ordered), default=0.0)
     total, exposed = np.zeros(len(OP_FAMILIES)), np.zeros(len(OP_FAMILIES))
     for run in ordered:
@@ -85,13 +91,27 @@ def phase_time(ops: Sequence[Op], profile: HardwareProfile, stack: StackTime, pr
     for family, seconds in _exposed(ordered):
         exposed[FAMILY_INDEX[family]] += seconds
     host = FAMILY_INDEX["host"]
-    issued_s, waiting_s = host_seconds(ordered, profile, stack, precision)
+    issued_s, waiting_s = host_seconds(ordered, profile, stack, cuda_graph)
     total[host] = exposed[host] = waiting_s
     return PhaseTime(device_s + waiting_s, issued_s, total, exposed, ordered)
 
 
+def _scheduled(ops: Sequence[Op], profile: HardwareProfile) -> tuple[OpRun, ...]:
+    """Every op as early as it can run, by start. What an op waits for stands before it: one pass is enough."""
+    end_s: dict[str, float] = {}
+    free_s: dict[str, float] = {}
+    runs = []
+    waits = predecessors(ops)
+    for op in ops:
+        start_s = max((end_s[earlier] for earlier in waits[op.name]), default=0.0)
+        run = OpRun(op, cost(op, profile), max(start_s, free_s.get(op.stream, 0.0)))
+        end_s[op.name] = free_s[op.stream] = run.end_s
+        runs.append(run)
+    return tuple(sorted(runs, key=lambda run: (run.start_s, run.end_s)))
+
+
 def host_seconds(
-    runs: Sequence[OpRun], profile: HardwareProfile, stack: StackTime, precision: PrecisionName
+    runs: Sequence[OpRun], profile: HardwareProfile, stack: StackTime, cuda_graph: Sequence[CudaGraphScope]
 ) -> tuple[float, float]:
     """Host time to issue the kernels that no CUDA graph issues, and the part of it that the device waits for.
 
@@ -99,7 +119,8 @@ def host_seconds(
     (report section 2.2), so what the host is ahead by then is lost: each side of a dispatch is bound on its own.
     On a CPU the same cores issue and compute, so issuing is never hidden.
     """
-    if precision in stack.full_graph_precisions:
+    graphed = {scope for name in cuda_graph for scope in GRAPHED[name]}
+    if "full_iteration" in cuda_graph:
         return 0.0, 0.0
     launch_s = stack.launches_per_op.value * profile.launch_s.value
     issued = waiting = side = device_from = until = 0.0
@@ -107,7 +128,7 @@ def host_seconds(
         if run.op.kind == "exchange" and run.op.segment == "dispatch" and run.op.phase == "fwd":
             waiting += max(0.0, side - (until - device_from))
             device_from, side = until, 0.0
-        if run.op.scope not in stack.graph_scopes:
+        if run.op.scope not in graphed:
             issued += run.op.num_kernels * launch_s
             side += run.op.num_kernels * launch_s
         until = max(until, run.end_s)

@@ -139,7 +139,7 @@ def _from_experts(build: LayerBuilder, moe: Moe) -> list[Op]:
 
 
 def _experts(build: LayerBuilder, moe: Moe) -> list[Op]:
-    model, shape, stack = build.model, build.shape, build.stack.time
+    model, shape = build.model, build.shape
     rows, width = shape.expert_rows(moe), moe.expert_ffn_size / shape.etp
     local_experts, gates = moe.num_experts // shape.ep, model.mlp_matrices - 1
     total, hidden = rows * local_experts, model.hidden_size
@@ -151,7 +151,7 @@ def _experts(build: LayerBuilder, moe: Moe) -> list[Op]:
         scope="moe",
         modules=("moe_act", "moe"),
     )
-    is_fused = shape.precision in stack.fused_mlp_precisions
+    is_fused = shape.fused_grouped_mlp
     # Fused kernels quantize between the two GEMMs; what comes from and goes to other ranks is quantized apart.
     quantized = total * (hidden + (0 if is_fused else width))
     return [

@@ -11,7 +11,7 @@ from moeplan.simulator.op import Placement
 from moeplan.simulator.rank_groups import rank_groups
 from moeplan.simulator.stack import SoftwareStack
 from moeplan.units import DTYPE_BYTES
-from moeplan.vocabulary import PRECISIONS, Precision, PrecisionName, RecomputeModule
+from moeplan.vocabulary import PRECISIONS, CudaGraphScope, Precision, PrecisionName, RecomputeModule, Routing
 
 PartKind = Literal[LayerKind, "embedding", "mtp", "loss"]
 
@@ -38,6 +38,15 @@ class OpShape:
     recompute: tuple[RecomputeModule, ...]
     grad_dtype: str
     backend: DispatchBackend
+    ep_overlap: bool
+    delay_wgrad: bool
+    shared_expert_overlap: bool
+    dispatch_sms: int
+    routing: Routing
+    cuda_graph: tuple[CudaGraphScope, ...]
+    fused_grouped_mlp: bool
+    fp8_attention: bool
+    tp_comm_overlap: bool
     tp_group: Placement
     cp_group: Placement
     ep_group: Placement
@@ -58,6 +67,15 @@ class OpShape:
             recompute=point.recompute,
             grad_dtype=point.grad_dtype,
             backend=stack.dispatch_backend(point),
+            ep_overlap=point.ep_overlap,
+            delay_wgrad=point.delay_wgrad,
+            shared_expert_overlap=point.shared_expert_overlap,
+            dispatch_sms=point.dispatch_sms,
+            routing=point.routing,
+            cuda_graph=point.cuda_graph,
+            fused_grouped_mlp=point.fused_grouped_mlp,
+            fp8_attention=point.fp8_attention,
+            tp_comm_overlap=point.tp_comm_overlap,
             tp_group=groups.tp,
             cp_group=groups.cp,
             ep_group=groups.ep,

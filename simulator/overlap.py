@@ -11,11 +11,11 @@ from moeplan.simulator.graph import FAMILY_INDEX, PhaseTime
 from moeplan.simulator.op import Phase, Segment
 
 
-def hidden_seconds(forward: PhaseTime, backward: PhaseTime, sm_frac: float) -> float:
+def hidden_seconds(forward: PhaseTime, backward: PhaseTime, sm_frac: float, *, delay_wgrad: bool = True) -> float:
     """Seconds a layer pair saves over running forward and backward one after the other; at least 0.
 
     While an exchange of ``m`` seconds runs on ``sm_frac`` of the SMs, ``c`` seconds of compute advance slower by that
-    part: the step takes max(m, c + m x sm_frac).
+    part: the step takes max(m, c + m x sm_frac). Without ``delay_wgrad`` the experts' weight gradients run in step 2.
     """
 
     def compute(phase: PhaseTime, segments: tuple[Segment, ...], kinds: tuple[Phase, ...]) -> float:
@@ -28,17 +28,18 @@ def hidden_seconds(forward: PhaseTime, backward: PhaseTime, sm_frac: float) -> f
     def exchange(phase: PhaseTime, segment: Segment) -> float:
         return sum(run.cost.seconds for run in phase.runs if run.op.stream == "dispatch" and run.op.segment == segment)
 
-    expert_wgrad = compute(backward, ("expert",), ("wgrad",))
+    wgrad_s = compute(backward, ("expert",), ("wgrad",))
+    early_s, late_s = (0.0, wgrad_s) if delay_wgrad else (wgrad_s, 0.0)
     steps = (
         (exchange(backward, "combine"), compute(forward, ("before",), ("fwd",))),
-        (exchange(forward, "dispatch"), compute(backward, ("expert",), ("dgrad",))),
-        (exchange(backward, "dispatch"), expert_wgrad + compute(forward, ("expert",), ("fwd",))),
+        (exchange(forward, "dispatch"), early_s + compute(backward, ("expert",), ("dgrad",))),
+        (exchange(backward, "dispatch"), late_s + compute(forward, ("expert",), ("fwd",))),
         (exchange(forward, "combine"), compute(backward, ("before",), ("dgrad",))),
     )
     return sum(sent + done - max(sent, done + sent * sm_frac) for sent, done in steps)
 
 
-def paired_saving(forward: PhaseTime, backward: PhaseTime, sm_frac: float) -> tuple[float, float]:
+def paired_saving(forward: PhaseTime, backward: PhaseTime, sm_frac: float, *, delay_wgrad: bool) -> tuple[float, float]:
     """Seconds that a pair exposes less than its two halves alone: of dispatch, and of the host.
 
     The pair takes max(device, host): the device without what hides, the host's whole work, since a stop of the one
@@ -48,14 +49,14 @@ def paired_saving(forward: PhaseTime, backward: PhaseTime, sm_frac: float) -> tu
     host = FAMILY_INDEX["host"]
     waiting = float(forward.exposed_s[host] + backward.exposed_s[host])
     device = forward.seconds + backward.seconds - waiting
-    hidden = hidden_seconds(forward, backward, sm_frac)
+    hidden = hidden_seconds(forward, backward, sm_frac, delay_wgrad=delay_wgrad)
     return hidden, waiting - max(0.0, forward.issued_s + backward.issued_s - (device - hidden))
 
 
-def dispatch_sm_frac(profile: HardwareProfile, backend: str) -> float:
-    """Part of the SMs a dispatcher's kernels occupy; 0 where the profile does not say."""
+def dispatch_sm_frac(profile: HardwareProfile, backend: str, given_sms: int = 0) -> float:
+    """Part of the SMs a dispatcher's kernels occupy (``given_sms``, or its default); 0 where nobody says."""
     rates = [dispatch_rate(profile, backend, tier) for tier in ("scale_up", "network")]
-    num_sms = max((rate.num_sms for rate in rates if rate is not None), default=0)
+    num_sms = given_sms or max((rate.num_sms for rate in rates if rate is not None), default=0)
     return num_sms / profile.num_sms.value if profile.num_sms is not None else 0.0
 
 

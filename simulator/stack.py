@@ -2,21 +2,39 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, get_args
 
 from pydantic import Field, PositiveInt
 
 from moeplan.errors import InvalidInputError, nearest_names
 from moeplan.files import read_toml, validate
-from moeplan.hwprofiles.schema import DispatchBackend, Sourced
+from moeplan.hwprofiles.schema import DispatchBackend, HardwareProfile, Sourced
 from moeplan.model_spec import ModelSpec
 from moeplan.point import Point
 from moeplan.record import Record
+from moeplan.simulator.stack_defaults import DefaultRule, Features, Setting, features
 from moeplan.simulator.stack_time import StackTime
 from moeplan.vocabulary import PrecisionName, RecomputeModule
 
 STACK_FOLDER = Path(__file__).parent / "stacks"
 
+Feature = Literal[
+    "ep_overlap",
+    "delay_wgrad",
+    "shared_expert_overlap",
+    "dispatch_sms",
+    "cuda_graph",
+    "fused_grouped_mlp",
+    "fp8_primary_weights",
+    "fp8_attention",
+    "tp_comm_overlap",
+    "full_sharding",
+    "offload_layers",
+    "offload_modules",
+    "offload_optimizer_states",
+    "optimizer_cpu_frac",
+]
+FEATURES: tuple[Feature, ...] = get_args(Feature)
 SavedTensorTable = Literal["megatron", "native", "korthikanti-2022"]
 
 
@@ -36,6 +54,8 @@ class SoftwareStack(Record):
     precisions: tuple[PrecisionName, ...] = Field(min_length=1)
     dispatchers: tuple[DispatchBackend, ...] = Field(description="empty: the engine has no MoE layer")
     recompute: tuple[RecomputeModule, ...]
+    features: tuple[Feature, ...] = Field(default=(), description="further settings of a plan that it executes")
+    defaults: tuple[DefaultRule, ...] = Field(default=(), description="what its recipes set; the first rule wins")
     max_pp: PositiveInt | None = None
     max_vp: PositiveInt | None = None
     max_cp: PositiveInt | None = None
@@ -57,6 +77,20 @@ class SoftwareStack(Record):
         """The back end that a point's dispatcher names."""
         return "alltoall" if point.dispatcher == "alltoall" else point.flex_backend
 
+    def features_of(
+        self, model: ModelSpec, profile: HardwareProfile, precision: PrecisionName, backend: DispatchBackend | None
+    ) -> Features:
+        """What its recipes set for plans of ``model`` on ``profile`` that do not say."""
+        setting = Setting(
+            model=model.name,
+            is_moe=model.moe is not None,
+            hardware=profile.name,
+            scale_up_domain_gpus=int(profile.scale_up_domain_gpus.value),
+            precision=precision,
+            backend=backend,
+        )
+        return features(self.defaults, setting)
+
     def violations(self, model: ModelSpec, point: Point) -> Iterator[tuple[str, str]]:
         """Each thing the point asks and this stack does not execute, as (key, what was got and what is allowed)."""
         stack = f"stack {self.name}"
@@ -65,6 +99,10 @@ class SoftwareStack(Record):
         for module in point.recompute:
             if module not in self.recompute:
                 yield "recompute", f"{stack} recomputes {', '.join(self.recompute) or 'nothing'}, got {module}"
+        for name in FEATURES:
+            asked = point.sharding == "full" if name == "full_sharding" else getattr(point, name)
+            if asked and name not in self.features:
+                yield name, f"{stack} has no {name}, got {asked}"
         for axis, limit in (("pp", self.max_pp), ("vp", self.max_vp), ("cp", self.max_cp)):
             degree: int = getattr(point, axis)
             if limit is not None and degree > limit:
@@ -88,12 +126,34 @@ def load_stack(name_or_path: str) -> SoftwareStack:
 
     Raises InvalidInputError for an unknown name (with the nearest ones), and for what the schema refuses.
     """
-    path = Path(name_or_path)
-    if path.suffix != ".toml":
-        if name_or_path.lower() not in stack_names():
-            raise InvalidInputError(
-                f"unknown stack {name_or_path!r}: neither a stack of moeplan nor a .toml file",
-                nearest_names(name_or_path, stack_names()),
-            )
-        path = STACK_FOLDER / f"{name_or_path.lower()}.toml"
-    return validate(SoftwareStack, read_toml(path), str(path))
+    path = _find(name_or_path, Path())
+    return validate(SoftwareStack, _read_merged(path, ()), str(path))
+
+
+def _find(name_or_path: str, folder: Path) -> Path:
+    """The file of a stack's name, or of a path seen from ``folder``."""
+    if name_or_path.endswith(".toml"):
+        return folder / name_or_path
+    if name_or_path.lower() not in stack_names():
+        raise InvalidInputError(
+            f"unknown stack {name_or_path!r}: neither a stack of moeplan nor a .toml file",
+            nearest_names(name_or_path, stack_names()),
+        )
+    return STACK_FOLDER / f"{name_or_path.lower()}.toml"
+
+
+def _read_merged(path: Path, children: tuple[Path, ...]) -> dict[str, Any]:
+    """The table of a file over that of its ``base``: fields replace fields, ``time`` merges by field."""
+    if path.resolve() in children:
+        raise InvalidInputError(f"{path}: its base leads back to the file itself", "name a stack of moeplan as base")
+    table = read_toml(path)
+    base = table.pop("base", None)
+    if base is None:
+        return table
+    if not isinstance(base, str):
+        raise InvalidInputError(
+            f"{path}: base: must be a name or a path, got {base!r}", 'base = "megatron-bridge-26.08"'
+        )
+    merged = _read_merged(_find(base, path.parent), (*children, path.resolve()))
+    time = {**merged["time"], **table.get("time", {})}
+    return {**merged, "name": path.stem, **table, "time": time}

@@ -4,25 +4,11 @@ from pydantic import Field
 
 from moeplan.hwprofiles.schema import Sourced
 from moeplan.record import Record
-from moeplan.simulator.op import GraphScope
-from moeplan.vocabulary import PrecisionName
 
 
 class StackTime(Record):
     """The ``[time]`` table of a software stack. Every number carries its source."""
 
-    graph_scopes: tuple[GraphScope, ...] = Field(
-        default=(), description="parts of a layer whose kernels a CUDA graph launches"
-    )
-    full_graph_precisions: tuple[PrecisionName, ...] = Field(
-        default=(), description="precisions whose experts take shapes from the device: one graph is the iteration"
-    )
-    ep_overlap: bool = Field(
-        default=False, description="runs a forward and a backward chunk together to hide the exchange (needs vp > 1)"
-    )
-    fused_mlp_precisions: tuple[PrecisionName, ...] = Field(
-        default=(), description="precisions in which activation and quantize of experts run inside their grouped GEMMs"
-    )
     permute_in_dispatch: bool = Field(default=False, description="hybridep writes tokens in expert order itself")
     fused_grad_accumulation: bool = Field(description="weight-gradient GEMMs add to the main gradients themselves")
     launches_per_op: Sourced = Field(description="eager kernels the host issues per op of the simulator")

@@ -102,11 +102,12 @@ class StepModel:
         if key not in self._parts:
             ops = forward_ops(self.model, part, shape, self.stack)
             time = self.stack.time
-            forward = phase_time(ops, self.profile, time, shape.precision)
-            backward = phase_time(backward_ops(ops, shape, time), self.profile, time, shape.precision)
+            forward = phase_time(ops, self.profile, time, shape.cuda_graph)
+            backward = phase_time(backward_ops(ops, shape, time), self.profile, time, shape.cuda_graph)
             saved = (0.0, 0.0)
-            if part.kind == "moe" and shape.ep > 1 and time.ep_overlap and not {"full", "moe"} & set(shape.recompute):
-                saved = paired_saving(forward, backward, dispatch_sm_frac(self.profile, shape.backend))
+            if part.kind == "moe" and shape.ep_overlap:
+                sm_frac = dispatch_sm_frac(self.profile, shape.backend, shape.dispatch_sms)
+                saved = paired_saving(forward, backward, sm_frac, delay_wgrad=shape.delay_wgrad)
             self._parts[key] = PartTime(forward, backward, saved)
         return self._parts[key]
 

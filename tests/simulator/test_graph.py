@@ -12,11 +12,12 @@ from moeplan.simulator.op import Op, Placement
 from moeplan.simulator.op_shapes import OpShape, Part
 from moeplan.simulator.overlap import hidden_seconds, paired_frac
 from moeplan.simulator.stack import load_stack
-from moeplan.simulator.stack_time import StackTime
+from moeplan.vocabulary import CudaGraphScope
 
 PROFILE = load_profile("gb200")
+FULL: tuple[CudaGraphScope, ...] = ("full_iteration",)
 STACK = load_stack("megatron-bridge-26.08")
-EAGER = STACK.time.model_copy(update={"full_graph_precisions": ()})
+EAGER = STACK.time
 
 
 def op(name: str, microseconds: float, **fields: object) -> Op:
@@ -33,7 +34,7 @@ def test_streams_run_side_by_side_and_expose_what_compute_waits_for() -> None:
         op("beside", 120, after=("first",)),
         op("last", 50, after=("send", "beside")),
     ]
-    time = phase_time(ops, PROFILE, STACK.time, "bf16")
+    time = phase_time(ops, PROFILE, STACK.time, FULL)
     assert time.seconds == pytest.approx(450e-6)
     assert time.exposed_s[FAMILY_INDEX["dispatch"]] == pytest.approx(180e-6)
     assert time.total_s[FAMILY_INDEX["dispatch"]] == pytest.approx(300e-6)
@@ -46,21 +47,21 @@ def test_two_waiting_streams_are_not_counted_twice() -> None:
         op("b", 300, stream="dispatch", family="dispatch", after=()),
         op("last", 10, after=("a", "b")),
     ]
-    time = phase_time(ops, PROFILE, STACK.time, "bf16")
+    time = phase_time(ops, PROFILE, STACK.time, FULL)
     assert time.seconds == pytest.approx(310e-6)
     assert time.exposed_s.sum() == pytest.approx(time.seconds)
 
 
-@pytest.mark.parametrize("stack", [STACK.time, EAGER], ids=["graphs", "eager"])
+@pytest.mark.parametrize("cuda_graph", [FULL, ()], ids=["graphs", "eager"])
 @pytest.mark.parametrize("changes", [{}, {"tp": 2, "recompute": ("moe",)}, {"cp": 2, "dispatcher": "flex"}])
 def test_layer_is_its_longest_path_and_exposed_seconds_add_up(
-    report_plan: Plan, changes: dict[str, object], stack: StackTime
+    report_plan: Plan, changes: dict[str, object], cuda_graph: tuple[CudaGraphScope, ...]
 ) -> None:
     plan = report_plan.replace(**changes)
     shape = OpShape.of(plan.point, STACK, PROFILE)
     forward = forward_ops(plan.model, Part("moe", 5), shape, STACK)
-    for ops in (forward, backward_ops(forward, shape, stack)):
-        graph, time = op_graph(ops), phase_time(ops, PROFILE, stack, "bf16")
+    for ops in (forward, backward_ops(forward, shape, STACK.time)):
+        graph, time = op_graph(ops), phase_time(ops, PROFILE, STACK.time, cuda_graph)
         assert nx.is_directed_acyclic_graph(graph)
         seconds = {run.op.name: run.cost.seconds for run in time.runs}
         weighted = nx.DiGraph()
@@ -90,18 +91,17 @@ def test_slow_host_is_exposed_on_both_sides_of_a_dispatch() -> None:
         ),
         op("experts", 1, num_kernels=80, segment="expert", scope="moe"),
     ]
-    waiting = phase_time(ops, PROFILE, EAGER, "bf16").exposed_s[FAMILY_INDEX["host"]]
+    waiting = phase_time(ops, PROFILE, EAGER, ()).exposed_s[FAMILY_INDEX["host"]]
     # What the host is ahead of the device before the dispatch does not help it after.
     assert 70 * launch_s < waiting < 82 * launch_s
-    graphed = EAGER.model_copy(update={"full_graph_precisions": ("bf16",)})
-    assert phase_time(ops, PROFILE, graphed, "bf16").exposed_s[FAMILY_INDEX["host"]] == 0
+    assert phase_time(ops, PROFILE, EAGER, FULL).exposed_s[FAMILY_INDEX["host"]] == 0
 
 
 def test_overlap_hides_no_more_than_the_exchanges_or_the_compute(report_plan: Plan) -> None:
     shape = OpShape.of(report_plan.point, STACK, PROFILE)
     ops = forward_ops(report_plan.model, Part("moe", 5), shape, STACK)
-    forward = phase_time(ops, PROFILE, STACK.time, "bf16")
-    backward = phase_time(backward_ops(ops, shape, STACK.time), PROFILE, STACK.time, "bf16")
+    forward = phase_time(ops, PROFILE, STACK.time, FULL)
+    backward = phase_time(backward_ops(ops, shape, STACK.time), PROFILE, STACK.time, FULL)
     exchanged = sum(run.cost.seconds for time in (forward, backward) for run in time.runs if run.op.kind == "exchange")
     assert hidden_seconds(forward, backward, 0.0) == pytest.approx(exchanged)  # inside NVL72 all of it fits
     assert 0 <= hidden_seconds(forward, backward, 0.2) < hidden_seconds(forward, backward, 0.1) < exchanged
@@ -118,5 +118,5 @@ def test_a_cpu_issues_and_computes_in_turn() -> None:
     cpu = PROFILE.model_copy(update={"device": "cpu"})
     ops = [op("a", 1e6), op("b", 1e6, num_kernels=4)]
     launch_s = EAGER.launches_per_op.value * PROFILE.launch_s.value
-    assert phase_time(ops, cpu, EAGER, "bf16").exposed_s[FAMILY_INDEX["host"]] == pytest.approx(5 * launch_s)
-    assert phase_time(ops, PROFILE, EAGER, "bf16").exposed_s[FAMILY_INDEX["host"]] == 0
+    assert phase_time(ops, cpu, EAGER, ()).exposed_s[FAMILY_INDEX["host"]] == pytest.approx(5 * launch_s)
+    assert phase_time(ops, PROFILE, EAGER, ()).exposed_s[FAMILY_INDEX["host"]] == 0
