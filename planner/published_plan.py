@@ -1,0 +1,261 @@
+"""From a row of a table of measured runs to a plan, by rules that hold for every row.
+
+An empty cell is unknown: the default of the row's stack is used, never the value of a similar row. What cannot be
+expressed raises CellError, with the column and the reason.
+"""
+
+import re
+from functools import lru_cache
+from typing import Any, get_args
+
+from moeplan.errors import InvalidInputError
+from moeplan.files import validate
+from moeplan.hwprofiles.load import profile_names
+from moeplan.hwprofiles.schema import DispatchBackend, HardwareProfile
+from moeplan.layout import balanced_layout
+from moeplan.model_spec import ModelSpec
+from moeplan.plan import Plan
+from moeplan.planner.published_rows import CellError, PublishedRow
+from moeplan.presets import load_model
+from moeplan.simulator.stack import SoftwareStack, stack_names
+from moeplan.simulator.stack_defaults import Features
+from moeplan.vocabulary import PRECISIONS, CudaGraphScope, OffloadModule, RecomputeModule
+
+GRAPH_SCOPES: tuple[str, ...] = get_args(CudaGraphScope)
+RECOMPUTE_MODULES: tuple[str, ...] = get_args(RecomputeModule)
+OFFLOAD_MODULES: tuple[str, ...] = get_args(OffloadModule)
+ROUTINGS = {"": "balanced", "forced-balance": "balanced", "natural": "natural", "token-drop": "drop"}
+# torchtitan's selective checkpointing keeps every other GEMM's output; that of the MLP is the nearest module.
+SELECTIVE_CHECKPOINTING = "mlp"
+
+
+def find_stack(written: str) -> str:
+    """The stack of a table's name: itself, its release without the point release, or the last earlier release.
+
+    Raises CellError for an engine that moeplan has no stack of.
+    """
+    names = stack_names()
+    if written in names:
+        return written
+    match = re.fullmatch(r"(.+?)-(\d+(?:\.\d+)*)", written)
+    engine, release = (match[1], _release(match[2])) if match else (written, ())
+    releases = sorted(
+        (_release(name.removeprefix(f"{engine}-")), name)
+        for name in names
+        if re.fullmatch(rf"{re.escape(engine)}-\d+(\.\d+)*", name)
+    )
+    earlier = [name for known, name in releases if known <= release]
+    if not earlier:
+        raise CellError("stack", f"no stack of {written!r}, allowed: {', '.join(names)}")
+    return earlier[-1]
+
+
+def _release(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split("."))
+
+
+def hardware_name(row: PublishedRow) -> str:
+    """The profile's name of the row's GPU. Raises CellError."""
+    name = row.text("gpu").lower()
+    if name not in profile_names():
+        raise CellError("gpu", f"no hardware profile of {row.text('gpu')!r}, allowed: {', '.join(profile_names())}")
+    return name
+
+
+def plan_of(row: PublishedRow, stack: SoftwareStack, profile: HardwareProfile) -> Plan:
+    """The plan of one row on its stack and machine. Raises CellError where the row cannot be expressed."""
+    if row.text("task") not in ("", "pretrain"):
+        raise CellError("task", f"got {row.text('task')!r}, only pre-training is predicted")
+    precision = row.text("precision")
+    if precision not in PRECISIONS:
+        raise CellError("precision", f"got {precision!r}, allowed: {', '.join(PRECISIONS)}")
+    model = _model(row)
+    sizes = _sizes(row)
+    features = _features(row, stack, profile, model)
+    fields: dict[str, Any] = {
+        "model": model,
+        "hardware": profile.name,
+        "stack": stack.name,
+        "precision": precision,
+        **sizes,
+        **_layout(row, model, sizes),
+        **_memory_fields(row, features, stack),
+        **_overlap_fields(row, features, model, sizes),
+    }
+    try:
+        plan = validate(Plan, fields, "plan")
+        problem = next(iter(stack.violations(model, plan.point)), None)
+    except InvalidInputError as error:
+        raise CellError("plan", error.message.removeprefix("plan: ")) from None
+    if problem:
+        raise CellError(*problem)
+    return plan
+
+
+@lru_cache(maxsize=256)
+def _preset(name: str, layers: int | None, num_mtp: int | None) -> ModelSpec:
+    model = load_model(name)
+    changes: dict[str, int] = {}
+    if layers is not None and layers != model.num_layers:
+        changes |= {"num_layers": layers, "num_dense_layers": min(model.num_dense_layers, layers)}
+    if num_mtp is not None and num_mtp != model.num_mtp_layers:
+        changes["num_mtp_layers"] = num_mtp
+    return ModelSpec.model_validate(model.model_dump() | changes) if changes else model
+
+
+def _model(row: PublishedRow) -> ModelSpec:
+    layers = row.count("layers") if row.text("layers") else None
+    depths = row.number("mtp_layers")
+    try:
+        return _preset(row.text("model"), layers, None if depths is None else int(depths))
+    except InvalidInputError as error:
+        raise CellError("model", error.message) from None
+
+
+def _sizes(row: PublishedRow) -> dict[str, int]:
+    """Degrees and batch; unknown vp, mbs and etp read 1."""
+    counts = {"num_gpus": "n_gpus", "seq_len": "seq_len", "global_batch_size": "gbs"}
+    sizes = {name: row.count(column) for name, column in counts.items()}
+    return sizes | {name: row.count(name, 1) for name in ("mbs", "tp", "pp", "vp", "cp", "ep", "etp")}
+
+
+def _layout(row: PublishedRow, model: ModelSpec, sizes: dict[str, int]) -> dict[str, str]:
+    """The layout string; else layers and MTP depths evenly, where they divide; else balanced by rule."""
+    written, num_stages = row.text("pipeline_layout"), sizes["pp"] * sizes["vp"]
+    if re.fullmatch(r"[EtmL|()*0-9\s,]+", written):
+        return {"layout": written}
+    num_parts = model.num_layers + model.num_mtp_layers
+    if num_parts % num_stages or num_stages > model.num_layers:
+        try:
+            return {"layout": balanced_layout(model, num_stages).text}
+        except InvalidInputError as error:
+            raise CellError("pp", error.message) from None
+    symbols = "t" * model.num_layers + "m" * model.num_mtp_layers
+    size = num_parts // num_stages
+    return {"layout": "E" + "|".join(symbols[at : at + size] for at in range(0, num_parts, size)) + "L"}
+
+
+def _features(row: PublishedRow, stack: SoftwareStack, profile: HardwareProfile, model: ModelSpec) -> Features:
+    """Defaults of the stack, those that depend on the dispatcher with the row's own."""
+    precision: Any = row.text("precision")
+    backend = _backend(row.text("dispatcher"))
+    if backend is None:
+        backend = stack.features_of(model, profile, precision, None).backend
+    found = stack.features_of(model, profile, precision, backend)
+    return found.model_copy(update={"backend": backend or "alltoall"})
+
+
+def _backend(written: str) -> DispatchBackend | None:
+    if not written:
+        return None
+    backends: tuple[DispatchBackend, ...] = get_args(DispatchBackend)
+    for backend in backends:
+        if written == backend:
+            return backend
+    raise CellError("dispatcher", f"got {written!r}, allowed: {', '.join(backends)}")
+
+
+def _memory_fields(row: PublishedRow, features: Features, stack: SoftwareStack) -> dict[str, Any]:
+    is_bridge = stack.name.startswith("megatron-bridge")
+    low = PRECISIONS[_precision(row)].quantized_bytes is not None
+    return {
+        "recompute": _recompute(row.text("recompute"), features),
+        **_offload(row.text("offload"), features),
+        "sharding": "full" if row.text("fsdp") not in ("", "0") else "optimizer",
+        "grad_dtype": _float_type(row, "grad_dtype", "bf16" if is_bridge else "fp32"),
+        "moment_dtype": _float_type(row, "moment_dtype", "fp32"),
+        "fp8_primary_weights": bool(row.flag("fp8_primary_weights")) and low,
+        "fp8_attention": bool(row.flag("fp8_attention")) and low,
+    }
+
+
+def _precision(row: PublishedRow) -> Any:
+    return row.text("precision")
+
+
+def _float_type(row: PublishedRow, column: str, default: str) -> str:
+    written = row.text(column) or default
+    if written not in ("fp32", "bf16"):
+        raise CellError(column, f"got {written!r}, allowed: fp32, bf16 or empty")
+    return written
+
+
+def _recompute(written: str, features: Features) -> tuple[str, ...]:
+    if not written:
+        return features.recompute or ()
+    if written == "none":
+        return ()
+    if written.startswith("full"):
+        return ("full",)
+    if "selective AC" in written:
+        return (SELECTIVE_CHECKPOINTING,)
+    modules = tuple(written.removeprefix("selective:").removesuffix("(default)").split("+"))
+    unknown = [module for module in modules if module not in RECOMPUTE_MODULES]
+    if unknown:
+        raise CellError("recompute", f"got {written!r}, allowed: none, full, {', '.join(RECOMPUTE_MODULES)}")
+    return modules
+
+
+def _offload(written: str, features: Features) -> dict[str, Any]:
+    if not written:
+        return {"offload_layers": features.offload_layers or 0, "offload_modules": features.offload_modules or ()}
+    kind, _, detail = written.partition(":")
+    try:
+        if kind == "act_layers":
+            return {"offload_layers": int(detail)}
+        if kind == "opt_cpu":
+            return {"optimizer_cpu_frac": float(detail.split()[0])}
+    except (ValueError, IndexError):
+        raise CellError("offload", f"got {written!r}, allowed: act_layers:N, opt_cpu:FRACTION") from None
+    if kind == "act_fine":
+        modules = tuple(detail.split("+"))
+        if all(module in OFFLOAD_MODULES for module in modules):
+            return {"offload_modules": modules}
+    if written in ("none", "opt_states"):
+        return {"offload_optimizer_states": written == "opt_states"}
+    raise CellError("offload", f"got {written!r}, allowed: none, act_layers:N, act_fine:MODULES, opt_states, opt_cpu:F")
+
+
+def _overlap_fields(
+    row: PublishedRow, features: Features, model: ModelSpec, sizes: dict[str, int]
+) -> dict[str, Any]:
+    fields: dict[str, Any] = {"cuda_graph": _graph(row.text("cuda_graph"), features)}
+    overlaps = row.flag("tp_comm_overlap")
+    wanted = features.tp_comm_overlap if overlaps is None else overlaps
+    fields["tp_comm_overlap"] = bool(wanted) and sizes["tp"] > 1
+    for key in ("overlap_grad_reduce", "overlap_param_gather"):
+        fields[key] = row.flag(key) is not False
+    if model.moe is None:
+        return fields
+    stated = row.flag("ep_overlap")
+    can_overlap = sizes["ep"] > 1 and (sizes["pp"] == 1 or sizes["vp"] > 1)
+    fields["ep_overlap"] = bool(features.ep_overlap and can_overlap) if stated is None else stated and sizes["ep"] > 1
+    fields["delay_wgrad"] = bool(row.flag("delay_wgrad")) and fields["ep_overlap"]
+    fields["fused_grouped_mlp"] = bool(row.flag("fused_grouped_mlp"))
+    backend = features.backend
+    fields |= {"dispatcher": "alltoall"} if backend == "alltoall" else {"dispatcher": "flex", "flex_backend": backend}
+    fields["dispatch_sms"] = row.count("dispatch_sms", 0) if row.text("dispatch_sms") else 0
+    fields["routing"] = _routing(row.text("routing"))
+    return fields
+
+
+def _graph(written: str, features: Features) -> tuple[str, ...]:
+    if not written or written == "te":
+        return features.cuda_graph or ()
+    if written == "none":
+        return ()
+    if written.startswith("full_iteration"):
+        return ("full_iteration",)
+    if written.startswith("full"):  # the older switch: every layer whole
+        return ("attn", "mlp")
+    scopes = tuple(scope for scope in re.findall(r"[a-z_]+", written.partition(":")[2]) if scope in GRAPH_SCOPES)
+    if not scopes:
+        raise CellError("cuda_graph", f"got {written!r}, allowed: none, full_iteration, te:{'+'.join(GRAPH_SCOPES)}")
+    return scopes
+
+
+def _routing(written: str) -> str:
+    for name, routing in ROUTINGS.items():
+        if written == name or (name and written.startswith(name)):
+            return routing
+    raise CellError("routing", f"got {written!r}, allowed: {', '.join(filter(None, ROUTINGS))}")

@@ -1,0 +1,135 @@
+"""Tables of measured runs, as people publish them: one row a run, read cell by cell. A bad row never stops the rest."""
+
+import csv
+import io
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from moeplan.errors import InvalidInputError
+from moeplan.files import read_text
+
+REQUIRED_COLUMNS = ("id", "model", "gpu", "n_gpus", "precision", "seq_len", "gbs", "stack")
+
+
+@dataclass(frozen=True, slots=True)
+class CellError(Exception):
+    """What is wrong with one cell: column, what it holds, what is allowed."""
+
+    column: str
+    problem: str
+
+    def __str__(self) -> str:
+        return f"{self.column}: {self.problem}"
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedRow:
+    """One row: its cells as text, where it stands, and how to read them."""
+
+    line: int
+    cells: dict[str, str]
+
+    @property
+    def id(self) -> str:
+        return self.cells.get("id") or f"line {self.line}"
+
+    @property
+    def group(self) -> str:
+        """Rows of one group are one measurement of the same configuration at other scales or releases."""
+        return self.text("group_key") or self.text("config_group") or self.id
+
+    def text(self, column: str) -> str:
+        """The cell, stripped; empty where the table has no such column."""
+        return self.cells.get(column, "").strip()
+
+    def number(self, column: str) -> float | None:
+        """The cell as a finite number; None where it is empty. Raises CellError."""
+        written = self.text(column)
+        if not written:
+            return None
+        try:
+            value = float(written)
+        except ValueError:
+            raise CellError(column, f"got {written[:40]!r}, allowed: a number") from None
+        if not abs(value) < 1e300:
+            raise CellError(column, f"got {written[:40]!r}, allowed: a finite number")
+        return value
+
+    def count(self, column: str, default: int | None = None) -> int:
+        """The cell as a whole number of at least 1, or the default where it is empty. Raises CellError."""
+        value = self.number(column)
+        if value is None:
+            if default is None:
+                raise CellError(column, "not stated")
+            return default
+        if value < 1 or value != int(value):
+            raise CellError(column, f"got {self.text(column)!r}, allowed: a whole number of at least 1")
+        return int(value)
+
+    def flag(self, column: str) -> bool | None:
+        """1 on, 0 off, empty unknown. Raises CellError."""
+        written = self.text(column)
+        if written not in ("", "0", "1"):
+            raise CellError(column, f"got {written[:40]!r}, allowed: 0, 1 or empty")
+        return None if not written else written == "1"
+
+    def step_s(self) -> float:
+        """Measured seconds of a step: the reference column, the published one, or from tokens per second."""
+        for column in ("step_time_s_ref", "step_time_s"):
+            value = self.number(column)
+            if value is not None:
+                return _positive(column, value)
+        rate = self.number("tokens_per_s_per_gpu")
+        if rate is None:
+            raise CellError("step_time_s_ref", "not stated, and no tokens_per_s_per_gpu either")
+        return self.count("gbs") * self.count("seq_len") / self.count("n_gpus") / _positive("tokens_per_s_per_gpu", rate)
+
+    def matches(self, column: str, pattern: str) -> bool:
+        """Whether a cell matches a regular expression, whole."""
+        return re.fullmatch(pattern, self.text(column)) is not None
+
+
+def _positive(column: str, value: float) -> float:
+    if value <= 0:
+        raise CellError(column, f"got {value:g}, allowed: above 0")
+    return value
+
+
+def read_published_rows(path: Path) -> tuple[list[PublishedRow], list[tuple[int, str]]]:
+    """Rows of a CSV table, and the lines that are none (too few or too many cells), with the reason.
+
+    Raises InvalidInputError where the file is no such table at all.
+    """
+    lines = csv.reader(io.StringIO(read_text(path), newline=""))
+    try:
+        header = next(lines, [])
+        _check_header(header, path)
+        rows: list[PublishedRow] = []
+        bad: list[tuple[int, str]] = []
+        for line, cells in _numbered(lines):
+            if len(cells) != len(header):
+                bad.append((line, f"{len(cells)} cells, the header has {len(header)} columns"))
+            else:
+                rows.append(PublishedRow(line, dict(zip(header, cells, strict=True))))
+    except csv.Error as error:
+        raise InvalidInputError(f"{path}: line {lines.line_num}: {error}", "write it as comma-separated text") from None
+    return rows, bad
+
+
+def _numbered(lines: "csv._reader") -> Iterator[tuple[int, list[str]]]:  # type: ignore[name-defined] # typeshed's name
+    for cells in lines:
+        if cells:
+            yield lines.line_num, cells
+
+
+def _check_header(header: list[str], path: Path) -> None:
+    missing = [column for column in REQUIRED_COLUMNS if column not in header]
+    if missing:
+        raise InvalidInputError(
+            f"{path}: no column {', '.join(missing)}", "the first line names the columns of a table of measured runs"
+        )
+    twice = sorted({column for column in header if header.count(column) > 1})
+    if twice:
+        raise InvalidInputError(f"{path}: two columns {', '.join(twice)}", "keep one of them")
