@@ -56,7 +56,10 @@ class _Builder:
             scale_up_domain_gpus=self._measured([float(self.num_processes)]),
             peak_flops_per_s={dtype: self._best(f"peak.{dtype}", *_also(dtype)) for dtype in DTYPES},
             memory_bytes=self._measured([machine_memory_bytes() / self.num_processes]),
-            framework_overhead_bytes=self._measured(overheads_bytes),
+            framework_overhead_bytes=self._measured(
+                [overhead + statistics.median(self._values("first_step")) for overhead in overheads_bytes],
+                "torch loaded, processes connected, and what a first training step loads",
+            ),
             hbm_bytes_per_s=memory_bytes_per_s,
             hbm_efficiency_frac=self._share_of(memory_bytes_per_s, "memory.elementwise", "memory.adam"),
             gather_efficiency_frac=self._share_of(memory_bytes_per_s, "memory.gather"),
@@ -67,6 +70,9 @@ class _Builder:
             ),
             launch_s=self._measured(self._values("launch")),
             kernel_floor_s=self._measured(self._values("floor")),
+            allocator_reserve_frac=self._measured(
+                self._values("allocator_reserve"), "growth of training steps over their saved tensors, minus 1"
+            ),
             sustained_frac=self._measured([1.0], "tables hold medians over seconds of load, not bursts"),
             host_memory_bytes_per_gpu=self._measured([machine_memory_bytes() / self.num_processes]),
             gemm=(self._gemm(),),

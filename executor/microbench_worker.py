@@ -14,11 +14,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from moeplan.executor import microbench_collectives, microbench_compute
+from moeplan.executor import microbench_collectives, microbench_compute, microbench_memory
 from moeplan.executor.measure import resident_bytes
 from moeplan.executor.microbench_window import Reading, Window
 
 PARTS: tuple[tuple[str, Callable[[Window], list[Reading]]], ...] = (
+    ("allocator", microbench_memory.allocator),  # first: what others free would hide its growth
     ("matrix products", microbench_compute.gemm),
     ("grouped matrix products", microbench_compute.grouped_gemm),
     ("attention", microbench_compute.attention),

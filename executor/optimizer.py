@@ -20,6 +20,8 @@ from moeplan.executor.scopes import scope
 from moeplan.run_config import RunConfig
 from moeplan.vocabulary import Sharding
 
+_NORM_PART = 2**20  # elements
+
 
 class ClassOptimizer:
     """Adam with decoupled weight decay over one flat buffer, or over this rank's shard of it."""
@@ -52,8 +54,10 @@ class ClassOptimizer:
     def squared_norm(self) -> Tensor:
         """This rank's part of the squared norm of the gradients of this class."""
         counted = self._local(self.buffer.counted).inside(self.grads)
-        norm: Tensor = torch.linalg.vector_norm(counted, dtype=torch.float64)
-        return norm.square()
+        # A CPU kernel converts its whole input to float64 first: in parts, so that the copy stays small.
+        parts = counted.split(_NORM_PART) if counted.device.type == "cpu" else (counted,)
+        norms = torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts])
+        return norms.square().sum()
 
     def update(self, lr: float, clip: float) -> None:
         """One Adam step of gradients times ``clip``; then all ranks hold the new weights."""

@@ -193,6 +193,9 @@ class HardwareProfile(Record):
     launch_s: Sourced = Field(description="host time to issue one eager kernel")
     kernel_floor_s: Sourced = Field(description="shortest time of a kernel on the device")
     sustained_frac: Fraction = Field(description="rate under the power limit over a burst reading of the same GEMM")
+    allocator_reserve_frac: Sourced | None = Field(
+        default=None, description="held beyond live activations and buffers, over those; None: the stack's figure"
+    )
     num_sms: Sourced | None = None
     power_watts: Sourced | None = None
     price_usd_per_gpu_hour: Sourced | None = None

@@ -64,13 +64,24 @@ def memory_by_rank(
     """Bytes of every category on every pipeline rank, each at its rank's peak.
 
     Framework is what the profile says is gone before the first tensor and, on GPUs, what the caching allocator
-    reserves beyond the sum of the others (a CPU process has no such cache).
+    reserves beyond the sum of the others. On a CPU what glibc keeps of freed blocks is counted as buffers.
     """
     ranks = _allocated(model, point, stack)
     context = profile.framework_overhead_bytes.value
-    reserve_frac = stack.allocator_reserve_frac.value if profile.device == "cuda" else 0.0
-    columns = [(*rank, context + reserve_frac * sum(rank)) for rank in ranks]
+    columns = [(*_with_reserve(rank, profile), context + _reserve_bytes(rank, stack, profile)) for rank in ranks]
     return dict(zip(MEMORY_CATEGORIES, zip(*columns, strict=True), strict=True))
+
+
+def _reserve_bytes(rank: "_Rank", stack: SoftwareStack, profile: HardwareProfile) -> float:
+    return stack.allocator_reserve_frac.value * sum(rank) if profile.device == "cuda" else 0.0
+
+
+def _with_reserve(rank: "_Rank", profile: HardwareProfile) -> "_Rank":
+    reserve = profile.allocator_reserve_frac
+    if reserve is None:
+        return rank
+    transient = rank.activations + rank.logits + rank.buffers
+    return rank._replace(buffers=rank.buffers + reserve.value * transient)
 
 
 def peak_memory_bytes(model: ModelSpec, point: Point, stack: SoftwareStack, profile: HardwareProfile) -> float:
