@@ -32,6 +32,8 @@ def _compute_readings() -> list[Reading]:
         Reading("memory.adam", 2**22, (7e9,)),
         Reading("memory.gather", 2**20, (5e9,)),
         Reading("launch", 1, (4e-6,)),
+        Reading("first_step", 0, (30e6, 32e6, 31e6)),
+        Reading("allocator_reserve", 44e6, (0.7, 0.8, 0.9)),
         Reading("floor", 1, (1e-6,)),
     ]
 
@@ -57,7 +59,9 @@ def test_every_figure_of_the_profile_is_the_median_of_its_readings() -> None:
     assert profile.peak_flops_per_s["bf16"].value == 5e9
     assert [(curve.num_experts, curve.flops_per_s) for curve in profile.grouped_gemm] == [(8, (2e9,))]
     assert [(curve.phase, curve.qk_head_dim) for curve in profile.attention] == [("fwd", 64), ("bwd", 64)]
-    assert profile.framework_overhead_bytes.value == 215e6
+    assert profile.framework_overhead_bytes.value == 246e6  # the median process, and what a first step loads
+    assert profile.allocator_reserve_frac is not None
+    assert profile.allocator_reserve_frac.value == 0.8
     assert profile.hbm_bytes_per_s.value == 10e9
     assert profile.hbm_efficiency_frac.value == 0.7
     assert profile.gather_efficiency_frac.value == 0.5
@@ -120,7 +124,7 @@ def test_a_process_that_fails_is_named_with_its_message(monkeypatch: pytest.Monk
 def test_this_machine_with_three_processes(tmp_path: Path) -> None:
     parts: list[str] = []
     profile = microbench.calibrate(3, progress=parts.append)
-    assert parts[0] == "matrix products, 3 processes"
+    assert parts[0] == "allocator, 3 processes"
     assert len(parts) == 6
     assert {(curve.collective, curve.num_ranks) for curve in profile.collectives} == {
         (name, num_ranks) for name in COLLECTIVES for num_ranks in (2, 3)
