@@ -125,7 +125,7 @@ def test_this_machine_with_three_processes(tmp_path: Path) -> None:
     parts: list[str] = []
     profile = microbench.calibrate(3, progress=parts.append)
     assert parts[0] == "allocator, 3 processes"
-    assert len(parts) == 6
+    assert len(parts) == 7
     assert {(curve.collective, curve.num_ranks) for curve in profile.collectives} == {
         (name, num_ranks) for name in COLLECTIVES for num_ranks in (2, 3)
     }
