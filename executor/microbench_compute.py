@@ -7,6 +7,7 @@ length), ``memory.KIND`` (bytes/s), ``launch`` and ``floor`` (seconds).
 Shapes: M shorter output side, N longer, K inner, E experts, R rows, H width in, F width out, L length, D head width.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -24,6 +25,7 @@ WIDTHS = (256, 512, 1024)
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 FP32_BYTES = 4
 NUM_HEADS = 8
+WORKING_SET_BYTES = 64 * 2**20  # of a process: larger than its share of any cache
 CHAIN = 64  # small ops in a row, so that reading the clock costs nothing
 
 
@@ -130,12 +132,12 @@ def memory(window: Window) -> list[Reading]:
     num_bytes = source.numel() * FP32_BYTES
     readings.append(Reading("memory.copy", num_bytes, window.rates(2 * num_bytes, lambda: target.copy_(source))))
     for numel in (2**18, 2**20) if window.quick else (2**16, 2**18, 2**20, 2**22):
-        a, b = torch.randn(2, numel)
         size = numel * FP32_BYTES
+        tensors = _Rotation(numel)
         readings += [
-            Reading("memory.elementwise", size, window.rates(3 * size, partial(torch.add, a, b))),
-            Reading("memory.elementwise", size, window.rates(3 * size, partial(torch.mul, a, b))),
-            Reading("memory.elementwise", size, window.rates(2 * size, partial(F.silu, a))),
+            Reading("memory.elementwise", size, window.rates(3 * size, partial(tensors.apply, torch.add))),
+            Reading("memory.elementwise", size, window.rates(3 * size, partial(tensors.apply, torch.mul))),
+            Reading("memory.elementwise", size, window.rates(2 * size, partial(tensors.apply, _silu_of_first))),
         ]
     adam = _Adam(2**20)
     readings.append(Reading("memory.adam", 2**20 * FP32_BYTES, window.rates(adam.num_bytes, adam)))
@@ -152,6 +154,25 @@ def _gathers(window: Window) -> list[Reading]:
     there = window.rates(2 * size, lambda: permute(x_TH, rows))
     back = window.rates(size + size / K, lambda: unpermute(rows_RH, rows))
     return [Reading("memory.gather", size, there), Reading("memory.gather", size, back)]
+
+
+class _Rotation:
+    """Inputs and kept outputs beyond any cache, as in training: each op reads and writes what was not used lately."""
+
+    def __init__(self, numel: int) -> None:
+        count = max(4, WORKING_SET_BYTES // (2 * numel * FP32_BYTES))
+        self.inputs = list(torch.randn(count, numel))
+        self.outputs: list[Tensor | None] = [None] * count
+        self.turn = 0
+
+    def apply(self, op: Callable[[Tensor, Tensor], Tensor]) -> None:
+        """``op`` of the next two inputs; the result stays until its turn comes again."""
+        self.turn = (self.turn + 1) % len(self.inputs)
+        self.outputs[self.turn] = op(self.inputs[self.turn], self.inputs[self.turn - 1])
+
+
+def _silu_of_first(first: Tensor, _: Tensor) -> Tensor:
+    return F.silu(first)
 
 
 class _Adam:

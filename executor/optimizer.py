@@ -20,8 +20,6 @@ from moeplan.executor.scopes import scope
 from moeplan.run_config import RunConfig
 from moeplan.vocabulary import Sharding
 
-_NORM_PART = 2**20  # elements
-
 
 class ClassOptimizer:
     """Adam with decoupled weight decay over one flat buffer, or over this rank's shard of it."""
@@ -54,10 +52,8 @@ class ClassOptimizer:
     def squared_norm(self) -> Tensor:
         """This rank's part of the squared norm of the gradients of this class."""
         counted = self._local(self.buffer.counted).inside(self.grads)
-        # A CPU kernel converts its whole input to float64 first: in parts, so that the copy stays small.
-        parts = counted.split(_NORM_PART) if counted.device.type == "cpu" else (counted,)
-        norms = torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts])
-        return norms.square().sum()
+        norm: Tensor = torch.linalg.vector_norm(counted)  # asking for float64 would copy the whole input on a CPU
+        return norm.to(torch.float64).square()
 
     def update(self, lr: float, clip: float) -> None:
         """One Adam step of gradients times ``clip``; then all ranks hold the new weights."""
