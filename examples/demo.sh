@@ -2,20 +2,29 @@
 # What moeplan does, end to end, on this machine. Usage: examples/demo.sh [OUTPUT_FOLDER]
 set -euo pipefail
 
+here=$(cd "$(dirname "$0")/.." && pwd)
 out=${1:-build/demo}
 mkdir -p "$out"
+cd "$out"
 
 # Prints a step's title and its command, then runs it.
 step() {
-  printf '\n## %s\n$ %s\n' "$1" "${*:2}"
+  printf '\n## %s\n$ %s\n\n' "$1" "${*:2}"
   "${@:2}"
 }
 
-step "Which plan trains DeepSeek-V3 fastest on 256 GB300?" \
-  moeplan search --model deepseek-v3 --hardware gb300 --gpus 256 --seq-len 4096 --global-batch-size 8192 \
-  --out "$out/plan.toml"
+step "1. Which plan trains DeepSeek-V3 fastest on 256 GB300? (read from its Hugging Face config.json)" \
+  moeplan search --model "$here/moeplan/models/hf/deepseek-v3-config.json" --hardware gb300 --gpus 256 \
+  --seq-len 4096 --global-batch-size 8192 --out deepseek-v3.toml
 
-step "Where do its memory and its step time go?" \
-  moeplan predict "$out/plan.toml" --trace "$out/trace.json" --html "$out/report.html"
+step "2. What is this machine like, with 4 processes at work?" \
+  moeplan calibrate --processes 4 --out cpu-host.toml
 
-printf '\nFiles are in %s\n' "$out"
+step "3. Which plan trains a tiny MoE fastest on it, with its 8 experts spread over the 4 processes?" \
+  moeplan search --model tiny-moe --hardware ./cpu-host.toml --gpus 4 --seq-len 256 --global-batch-size 16 \
+  --fix ep=4 --top 5 --out tiny-moe.toml
+
+step "4. Train it for real, and hold the prediction to the measurement: 50 % of step time, 20 % of memory" \
+  moeplan run tiny-moe.toml --steps 30 --out measurement.json --max-step-error 0.5 --max-memory-error 0.2
+
+printf '\nPlans, the profile of this machine and the measurement are in %s\n' "$out"
