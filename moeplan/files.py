@@ -72,6 +72,18 @@ def toml_text(record: BaseModel) -> str:
     return tomli_w.dumps(record.model_dump(mode="json", exclude_none=True))
 
 
+def check_writable(path: Path) -> None:
+    """Raise InvalidInputError now if ``path`` could not be written, so that no work is lost to a bad path later."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            raise IsADirectoryError(21, "it is a directory")
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}."):
+            pass
+    except OSError as error:
+        raise _cannot_write(path, error) from None
+
+
 def write_text_atomically(path: Path, text: str) -> None:
     """Write under a temporary name beside ``path`` and rename: readers see the old file or the new, never half."""
     write_bytes_atomically(path, text.encode("utf-8"))
@@ -92,9 +104,13 @@ def write_bytes_atomically(path: Path, content: bytes) -> None:
     except OSError as error:
         if temporary is not None:
             temporary.unlink(missing_ok=True)
-        raise InvalidInputError(
-            f"cannot write {path}: {error.strerror}", "choose a folder with room that you may write to"
-        ) from None
+        raise _cannot_write(path, error) from None
+
+
+def _cannot_write(path: Path, error: OSError) -> InvalidInputError:
+    return InvalidInputError(
+        f"cannot write {path}: {error.strerror}", "choose a folder with room that you may write to"
+    )
 
 
 def _umask() -> int:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from moeplan.files import check_writable
 from moeplan.hwprofiles.load import dump_profile
 from moeplan.report.output import err_console, print_json
 from moeplan.report.show import print_profile
@@ -13,6 +14,7 @@ def run_calibrate(processes: int, out: Path, as_json: bool) -> None:
     """Measure this machine with ``processes`` running at once and write the profile."""
     from moeplan.executor.microbench import calibrate
 
+    check_writable(out)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=err_console(), transient=True) as progress:
         task = progress.add_task("starting processes")

@@ -9,7 +9,7 @@ from typing import Any
 from moeplan.cli.inputs import load_machine, load_plan
 from moeplan.comparison import compare
 from moeplan.errors import InvalidInputError, ToleranceError
-from moeplan.files import read_json, toml_text, validate, write_text_atomically
+from moeplan.files import check_writable, read_json, toml_text, validate, write_text_atomically
 from moeplan.flops import training_flops_per_token
 from moeplan.plan import Plan
 from moeplan.report.comparison import print_comparison
@@ -73,6 +73,7 @@ def _train(plan: Plan, run_config: RunConfig, options: RunOptions) -> Figures:
     from moeplan.executor.launch import launch
 
     check_supported(plan)
+    check_writable(options.out)
     log = err_console()
     log.print(
         f"training {plan.model.name} on {plan.num_gpus} processes: {run_config.steps} steps of {plan.tokens_per_step} "

@@ -8,7 +8,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from moeplan.cli.inputs import load_stack_for
 from moeplan.errors import InfeasibleError
-from moeplan.files import toml_text, write_text_atomically
+from moeplan.files import check_writable, toml_text, write_text_atomically
 from moeplan.hwprofiles.load import load_profile
 from moeplan.planner.request import SearchRequest, parse_forbidden, parse_pins
 from moeplan.planner.search import SearchOutcome, search
@@ -39,9 +39,10 @@ class SearchOptions:
 
 def run_search(options: SearchOptions) -> None:
     """Search, print, write the best plan. Raises InfeasibleError where nothing fits."""
-    request = _request(options)
+    request, out = _request(options), options.out
+    if out is not None:
+        check_writable(out)
     outcome = _search_with_progress(request)
-    out = options.out
     if out is not None and outcome.plans:
         best = outcome.plans[0]
         header = f"# plan {best.plan.plan_id}, predicted step {best.predicted.step_s:.4g} s\n"

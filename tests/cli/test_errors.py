@@ -40,7 +40,7 @@ def assert_one_error(code: int, err: str, *named: str) -> None:
     [
         ({"model": "deepseek-v33"}, ("deepseek-v33", "deepseek-v3")),
         ({"hardware": "gb30"}, ("gb30", "gb300")),
-        ({"stack": "megatron"}, ("megatron", "megatron-bridge-26.08")),
+        ({"stack": "megatron-bridge-26.80"}, ("megatron-bridge-26.80", "megatron-bridge-26.08")),
         ({"fix": "tp=3"}, ("tp=3", "does not divide")),
         ({"fix": "ep=48"}, ("ep=48", "48")),
         ({"fix": "ep=512", "gpus": "512"}, ("ep=512", "256 experts")),
