@@ -69,10 +69,14 @@ def run_plan(path: Path, options: RunOptions) -> None:
 
 
 def _train(plan: Plan, run_config: RunConfig, options: RunOptions) -> Figures:
-    from moeplan.executor.check import check_supported
+    from moeplan.executor.check import check_data_file, check_run, check_supported, check_world
     from moeplan.executor.launch import launch
 
+    num_processes = options.processes or plan.num_gpus
     check_supported(plan)
+    check_run(run_config)
+    check_world(plan, num_processes)
+    check_data_file(run_config, plan.seq_len)
     check_writable(options.out)
     log = err_console()
     log.print(
@@ -83,7 +87,7 @@ def _train(plan: Plan, run_config: RunConfig, options: RunOptions) -> Figures:
         plan_file, run_file = Path(folder) / "plan.toml", Path(folder) / "run.toml"
         write_text_atomically(plan_file, toml_text(plan))
         write_text_atomically(run_file, toml_text(run_config))
-        launch(plan_file, run_file, options.out, options.processes or plan.num_gpus)
+        launch(plan_file, run_file, options.out, num_processes)
     measured = validate(Figures, read_json(options.out), str(options.out))
     first, last = measured.losses[0], measured.losses[-1]
     log.print(

@@ -72,8 +72,8 @@ def test_predict_shows_memory_by_rank_and_writes_a_trace(cli: Cli, plan_file: Pa
 
 def test_predict_without_a_plan_file(cli: Cli) -> None:
     outcome = cli(
-        *["predict", "--model", "qwen3-30b-a3b", "--hardware", "h100", "--gpus", "16", "--global-batch-size", "512", "--fix", "ep=8,mbs=2"],
-        "--json",
+        *("predict", "--model", "qwen3-30b-a3b", "--hardware", "h100", "--gpus", "16"),
+        *("--global-batch-size", "512", "--fix", "ep=8,mbs=2", "--json"),
     )
     assert outcome.code == 0, outcome.err
     assert json.loads(outcome.out)["plan"]["edp"] == 2
