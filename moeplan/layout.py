@@ -149,7 +149,7 @@ def balanced_layout(model: ModelSpec, num_stages: int) -> PipelineLayout:
         *[MTP_WEIGHT] * model.num_mtp_layers,
         LOSS_WEIGHT,
     ]
-    if num_stages > len(kinds) + 1:
+    if num_stages > len(kinds) + 2:
         raise InvalidInputError(
             f"pp x vp = {num_stages} stages, but {model.name} has only {len(kinds)} layers", "use fewer pipeline stages"
         )

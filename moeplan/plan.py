@@ -68,6 +68,8 @@ class Plan(Record):
     routing: Routing = Field(default="balanced", description="forced balance, natural, or dropped at capacity 1")
     cuda_graph: tuple[CudaGraphScope, ...] = Field(default=(), description="parts whose kernels a graph launches")
     fused_grouped_mlp: bool = Field(default=False, description="activation and quantize inside the grouped GEMMs")
+    permute_fusion: bool = Field(default=True, description="one kernel gathers tokens by expert")
+    router_fusion: bool = Field(default=True, description="scores, top-k and auxiliary loss in three kernels")
     fp8_primary_weights: bool = Field(default=False, description="no BF16 copy: weights live and travel in FP8")
     fp8_attention: bool = False
     tp_comm_overlap: bool = False

@@ -49,6 +49,8 @@ class Point:
     routing: Routing
     cuda_graph: tuple[CudaGraphScope, ...]
     fused_grouped_mlp: bool
+    permute_fusion: bool
+    router_fusion: bool
     fp8_primary_weights: bool
     fp8_attention: bool
     tp_comm_overlap: bool

@@ -120,19 +120,20 @@ def _sizes(row: PublishedRow) -> dict[str, int]:
 
 
 def _layout(row: PublishedRow, model: ModelSpec, sizes: dict[str, int]) -> dict[str, str]:
-    """The layout string; else layers and MTP depths evenly, where they divide; else balanced by rule."""
+    """The layout string; else layers and MTP depths spread evenly, where they divide; else balanced by rule."""
     written, num_stages = row.text("pipeline_layout"), sizes["pp"] * sizes["vp"]
     if re.fullmatch(r"[EtmL|()*0-9\s,]+", written):
         return {"layout": written}
-    num_parts = model.num_layers + model.num_mtp_layers
-    if num_parts % num_stages or num_stages > model.num_layers:
-        try:
-            return {"layout": balanced_layout(model, num_stages).text}
-        except InvalidInputError as error:
-            raise CellError("pp", error.message) from None
-    symbols = "t" * model.num_layers + "m" * model.num_mtp_layers
-    size = num_parts // num_stages
-    return {"layout": "E" + "|".join(symbols[at : at + size] for at in range(0, num_parts, size)) + "L"}
+    layers = "t" * model.num_layers + "m" * model.num_mtp_layers
+    # Megatron can count embedding and loss as layers; recipes do where that divides and the layers alone do not.
+    for parts, first, last in ((layers, "E", "L"), (f"E{layers}L", "", "")):
+        size, rest = divmod(len(parts), num_stages)
+        if not rest:
+            return {"layout": first + "|".join(parts[at : at + size] for at in range(0, len(parts), size)) + last}
+    try:
+        return {"layout": balanced_layout(model, num_stages).text}
+    except InvalidInputError as error:
+        raise CellError("pp", error.message) from None
 
 
 def _features(row: PublishedRow, stack: SoftwareStack, profile: HardwareProfile, model: ModelSpec) -> Features:
@@ -216,9 +217,7 @@ def _offload(written: str, features: Features) -> dict[str, Any]:
     raise CellError("offload", f"got {written!r}, allowed: none, act_layers:N, act_fine:MODULES, opt_states, opt_cpu:F")
 
 
-def _overlap_fields(
-    row: PublishedRow, features: Features, model: ModelSpec, sizes: dict[str, int]
-) -> dict[str, Any]:
+def _overlap_fields(row: PublishedRow, features: Features, model: ModelSpec, sizes: dict[str, int]) -> dict[str, Any]:
     fields: dict[str, Any] = {"cuda_graph": _graph(row.text("cuda_graph"), features)}
     overlaps = row.flag("tp_comm_overlap")
     wanted = features.tp_comm_overlap if overlaps is None else overlaps
@@ -235,6 +234,10 @@ def _overlap_fields(
     backend = features.backend
     fields |= {"dispatcher": "alltoall"} if backend == "alltoall" else {"dispatcher": "flex", "flex_backend": backend}
     fields["dispatch_sms"] = row.count("dispatch_sms", 0) if row.text("dispatch_sms") else 0
+    for key in ("permute_fusion", "router_fusion"):
+        stated = row.flag(key)
+        default = getattr(features, key)
+        fields[key] = (default is None or default) if stated is None else stated
     fields["routing"] = _routing(row.text("routing"))
     return fields
 

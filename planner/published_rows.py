@@ -84,7 +84,9 @@ class PublishedRow:
         rate = self.number("tokens_per_s_per_gpu")
         if rate is None:
             raise CellError("step_time_s_ref", "not stated, and no tokens_per_s_per_gpu either")
-        return self.count("gbs") * self.count("seq_len") / self.count("n_gpus") / _positive("tokens_per_s_per_gpu", rate)
+        return (
+            self.count("gbs") * self.count("seq_len") / self.count("n_gpus") / _positive("tokens_per_s_per_gpu", rate)
+        )
 
     def matches(self, column: str, pattern: str) -> bool:
         """Whether a cell matches a regular expression, whole."""

@@ -250,7 +250,15 @@ def stack_features(request: SearchRequest, chosen: dict[str, Any]) -> dict[str, 
     """Overlap, graphs and fusions that the stack's recipes switch on, as far as the degrees allow them."""
     backend = "alltoall" if chosen["dispatcher"] == "alltoall" else chosen["flex_backend"]
     found = request.stack.features_of(request.model, request.profile, chosen["precision"], backend)
-    names = ("cuda_graph", "ep_overlap", "delay_wgrad", "fused_grouped_mlp", "tp_comm_overlap")
+    names = (
+        "cuda_graph",
+        "ep_overlap",
+        "delay_wgrad",
+        "fused_grouped_mlp",
+        "permute_fusion",
+        "router_fusion",
+        "tp_comm_overlap",
+    )
     stated = {name: getattr(found, name) for name in names if getattr(found, name) is not None}
     degrees = request.fixed | chosen
     if degrees["ep"] == 1 or (degrees["pp"] > 1 and degrees["vp"] == 1):

@@ -115,4 +115,4 @@ def _attention_core(build: LayerBuilder, layer: int) -> list[Op]:
         after=("rope",),
     )
     # The core starts with the keys it has, and the output projection waits for both.
-    return [ring, replace(core, after=("rope",))]
+    return [ring, replace(core, after=("rope",)) if build.stack.time.hides_cp else core]

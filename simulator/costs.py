@@ -5,12 +5,15 @@ work never takes less time, because every curve is monotone.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from moeplan.hwprofiles.schema import AttentionCurve, DispatchRate, HardwareProfile, Tier
 from moeplan.simulator.collectives import NO_COST, UNMEASURED_LINK_FRAC, collective_cost
 from moeplan.simulator.gemm_rates import dense_rate, grouped_seconds
 from moeplan.simulator.op import Bound, Cost, Op, OpKind
 
+# H200 from 2k to 4k 534 to 616, GB200 from 4k to 8k 1319 to 1559 TFLOP/s (hardware facts section 5).
+SHORT_SEQUENCE_EXPONENT = 0.22
 CostFunction = Callable[[Op, HardwareProfile], Cost]
 # Attention core without a curve: rate of GEMMs times this (H200 cuDNN 612 of 780 forward, hardware facts section 5).
 ATTENTION_OVER_GEMM_FRAC = 0.7
@@ -23,12 +26,14 @@ def cost(op: Op, profile: HardwareProfile) -> Cost:
 
 def _gemm(op: Op, profile: HardwareProfile) -> Cost:
     rate = dense_rate(profile, op.dtype)
-    seconds = rate.seconds(op.rows, op.cols, op.inner) * op.num_groups
+    seconds = rate.seconds(op.rows, op.cols, op.inner) * op.num_groups / op.rate_frac
     return _roofline(op, profile, Cost(seconds, "compute", rate.source, rate.error_frac, rate.note))
 
 
 def _grouped_gemm(op: Op, profile: HardwareProfile) -> Cost:
-    seconds, rate = grouped_seconds(profile, op.dtype, op.backend, (op.rows, op.cols, op.inner), op.num_groups)
+    seconds, rate = grouped_seconds(
+        profile, op.dtype, op.backend, (op.rows, op.cols, op.inner), op.num_groups, op.rate_frac
+    )
     return _roofline(op, profile, Cost(seconds, "compute", rate.source, rate.error_frac, rate.note))
 
 
@@ -64,7 +69,7 @@ def _attention(op: Op, profile: HardwareProfile) -> Cost:
         rate = dense.curve.rate_at(max(op.seq_len, 1.0)) * dense.scale_frac * ATTENTION_OVER_GEMM_FRAC
         note = f"attention[{op.dtype} {op.qk_head_dim}/{op.v_head_dim}]: {ATTENTION_OVER_GEMM_FRAC:g} x the GEMM rate"
         return _roofline(op, profile, Cost(op.flops / rate, "compute", "assumed", 0.3, note))
-    seconds = op.flops / curve.curve.rate_at(op.seq_len)
+    seconds = op.flops / _attention_rate(curve, op.seq_len)
     exact = (curve.dtype, curve.qk_head_dim, curve.v_head_dim) == (op.dtype, op.qk_head_dim, op.v_head_dim)
     label = f"attention[{curve.dtype} {curve.phase} {curve.qk_head_dim}/{curve.v_head_dim}]"
     if exact:
@@ -72,6 +77,12 @@ def _attention(op: Op, profile: HardwareProfile) -> Cost:
         return _roofline(op, profile, Cost(seconds, "compute", curve.source, curve.error_bar_frac, note))
     note = f"attention {op.qk_head_dim}/{op.v_head_dim}: the rate of {label}"
     return _roofline(op, profile, Cost(seconds, "compute", "assumed", max(0.2, curve.error_bar_frac), note))
+
+
+def _attention_rate(curve: AttentionCurve, seq_len: float) -> float:
+    """The curve's rate; below its first sequence the rate falls as readings of other head sizes do."""
+    first = curve.curve.sizes[0]
+    return curve.curve.rate_at(max(seq_len, first)) * min(1.0, seq_len / first) ** SHORT_SEQUENCE_EXPONENT
 
 
 def _nearest_attention(profile: HardwareProfile, op: Op) -> AttentionCurve | None:
@@ -91,7 +102,8 @@ def _exchange(op: Op, profile: HardwareProfile) -> Cost:
     costs = [_exchange_tier(op.backend, tier, num_bytes, profile) for tier, num_bytes in sent if num_bytes > 0]
     if not costs:
         return NO_COST
-    return max(costs, key=lambda one: one.seconds)
+    slowest = max(costs, key=lambda one: one.seconds)
+    return replace(slowest, seconds=slowest.seconds + op.wait_s)
 
 
 def _exchange_tier(backend: str, tier: Tier, num_bytes: float, profile: HardwareProfile) -> Cost:

@@ -2,7 +2,8 @@
 
 Rules. Gradients of a rank are reduce-scattered (fp32 or bf16, as ``grad_dtype``) over dp x cp for dense parameters
 and over edp for experts; parameters are gathered in the compute copy's bytes. With overlap, reduction runs during the
-backward of the last micro-batch and gathering during the forward of the first; one bucket of ``num_chunks`` (the part
+backward of the last micro-batches (one; interleaved, a group of pp pass every virtual stage) and gathering during the
+forward of the first; one bucket of ``num_chunks`` (the part
 of a rank's layers that is last to be done) can never hide. Without sharding the gradients are all-reduced instead.
 """
 
@@ -18,6 +19,10 @@ from moeplan.simulator.rank_groups import rank_groups
 from moeplan.simulator.stack_time import StackTime
 from moeplan.units import DTYPE_BYTES
 from moeplan.vocabulary import PRECISIONS
+
+
+# NCCL's rings take 8 to 32 SMs (report section 1.7) of 132 to 152.
+COLLECTIVE_SM_FRAC = 0.12
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +43,11 @@ def step_ends(model: ModelSpec, point: Point, stack: StackTime, profile: Hardwar
     main_bytes = 4.0 if precision.has_main_weights else precision.param_bytes
     copy_bytes = precision.param_bytes if precision.has_main_weights else 0.0
     update_bytes = grad_bytes + 2 * main_bytes + 4 * moment_bytes + copy_bytes
-    is_sharded = point.sharding == "optimizer"
+    is_sharded = point.sharding != "none"
+    # Full sharding gathers weights for every forward and every backward, and reduces gradients every micro-batch.
+    num_gathers, num_reductions = (
+        (2 * point.num_micro_batches, point.num_micro_batches) if point.sharding == "full" else (1, 1)
+    )
     bandwidth = profile.hbm_bytes_per_s.value * stack.optimizer_efficiency_frac.value
     ends = []
     for parameters in rank_parameters(model, point.layout, point.pp, tp=point.tp, etp=point.etp, ep=point.ep):
@@ -50,11 +59,11 @@ def step_ends(model: ModelSpec, point: Point, stack: StackTime, profile: Hardwar
             reduction = collective_cost(
                 "reduce_scatter" if is_sharded else "all_reduce", held * grad_bytes, group, profile
             )
-            reduce_s += reduction.seconds
+            reduce_s += num_reductions * reduction.seconds
             costs.append(reduction)
             if is_sharded:
                 gathering = collective_cost("all_gather", held * precision.param_bytes, group, profile)
-                gather_s += gathering.seconds
+                gather_s += num_gathers * gathering.seconds
                 costs.append(gathering)
             own = held / group.num_ranks if is_sharded else held
             # Adam, the gradient norm's read, zeroing the main gradients, and requantizing weights once a step.
@@ -69,7 +78,9 @@ def exposed_seconds(comm_s: float, window_s: float, num_chunks: int, *, overlap:
     """Seconds of a collective that lengthen the step.
 
     All without overlap; else what exceeds the window of compute beside it, and at least the bucket that is done last.
+    What hides still takes its SMs from the compute beside it.
     """
     if not overlap:
         return comm_s
-    return max(comm_s - window_s * (num_chunks - 1) / num_chunks, comm_s / num_chunks)
+    exposed_s = max(comm_s - window_s * (num_chunks - 1) / num_chunks, comm_s / num_chunks)
+    return exposed_s + (comm_s - exposed_s) * COLLECTIVE_SM_FRAC

@@ -14,9 +14,6 @@ from moeplan.hwprofiles.curves import MonotoneTime
 from moeplan.hwprofiles.schema import DEFAULT_ERROR_FRAC, GemmCurve, HardwareProfile, SourceKind
 
 INNER_OVERHEAD, TYPICAL_INNER = 400.0, 6000.0
-# torch's grouped GEMM on H200 read 768, 644, 608 and 643 TFLOP/s where the dense rule of this file gives 788, 691, 691
-# and 700: 0.97, 0.93, 0.88, 0.92.
-GROUPED_OVER_DENSE_FRAC = 0.92
 # Rows of an output tile of CUTLASS and cuBLAS kernels: a smaller group takes as long.
 TILE_ROWS = 64
 PEAK_FRAC_WITHOUT_CURVE = 0.7
@@ -107,12 +104,17 @@ def _inner(curve: GemmCurve) -> tuple[float, float]:
 
 
 def grouped_seconds(
-    profile: HardwareProfile, dtype: str, backend: str, shape: tuple[float, float, float], num_groups: int
+    profile: HardwareProfile,
+    dtype: str,
+    backend: str,
+    shape: tuple[float, float, float],
+    num_groups: int,
+    rate_frac: float,
 ) -> tuple[float, Rate]:
     """Seconds of ``num_groups`` GEMMs of ``shape`` (rows, cols, inner) in one call, and the rate used.
 
     From the back end's own curve (rate by rows of a group), the one with the nearest sizes. Otherwise the groups fill
-    the machine together: the dense rate at all rows, less GROUPED_OVER_DENSE_FRAC, rows padded to whole tiles.
+    the the machine together: ``rate_frac`` of the dense rate at all rows, rows padded to whole tiles.
     """
     rows, cols, inner = shape
     fitting = [curve for curve in profile.grouped_gemm if curve.dtype == dtype and curve.backend == backend]
@@ -122,10 +124,10 @@ def grouped_seconds(
         rate = Rate(curve.curve, profile.sustained_frac.value, curve.source, curve.error_bar_frac, note)
         return num_groups * 2 * cols * inner * rate.curve.time_at(rows) / rate.scale_frac, rate
     dense = dense_rate(profile, dtype)
-    note = f"grouped_gemm[{dtype} {backend}]: {GROUPED_OVER_DENSE_FRAC:g} x the dense rate at all rows"
+    note = f"grouped_gemm[{dtype} {backend}]: {rate_frac:g} x the dense rate at all rows"
     rate = replace(
         dense,
-        scale_frac=dense.scale_frac * GROUPED_OVER_DENSE_FRAC,
+        scale_frac=dense.scale_frac * rate_frac,
         source="assumed",
         error_frac=max(0.2, dense.error_frac),
         note=note,

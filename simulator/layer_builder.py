@@ -42,6 +42,7 @@ class LayerBuilder:
         return Op(
             name=name,
             kind="gemm",
+            rate_frac=self.stack.time.gemm_frac.value,
             family=family,
             dtype=self.shape.plain_dtype if plain else self.shape.format.gemm_dtype,
             rows=rows,
@@ -68,7 +69,7 @@ class LayerBuilder:
         after: tuple[str, ...] | None = None,
     ) -> Op:
         """An element-wise kernel that moves ``elements`` activation elements, ``backward_frac`` as many backward."""
-        num_bytes = elements * self.shape.element_bytes
+        num_bytes = elements * self.shape.element_bytes * self.stack.time.elementwise_factor.value
         return Op(
             name=name,
             kind="memory",
@@ -83,7 +84,8 @@ class LayerBuilder:
 
     def quantize(self, name: str, elements: float, family: OpFamily, segment: Segment, scope: GraphScope) -> list[Op]:
         """The copies a quantized GEMM's input needs beyond what measured rates include; none in plain formats."""
-        num_bytes = elements * self.stack.time.quantize_bytes_per_element.value
+        per_element = self.stack.time.quantize_bytes_per_element.get(self.shape.precision)
+        num_bytes = 0.0 if per_element is None else elements * per_element.value
         if self.shape.format.quantized_bytes is None or num_bytes == 0:
             return []
         return [
@@ -105,6 +107,8 @@ class LayerBuilder:
         if self.shape.tp == 1:
             return []
         num_bytes = self.shape.gathered_tokens * width * self.shape.element_bytes
+        if self.shape.tp_comm_overlap:  # the GEMM beside it starts, or ends, with the part of one rank
+            num_bytes /= self.shape.tp
         return [
             Op(
                 name=name,

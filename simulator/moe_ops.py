@@ -1,10 +1,17 @@
 """Forward ops of the Mixture-of-Experts block: shared expert, router, permute, exchange, grouped GEMMs (report 2.2)."""
 
+from math import log2
+
 from moeplan.model_spec import Moe
 from moeplan.simulator.dispatch import exchange_bytes, expected_distinct_bins
 from moeplan.simulator.layer_builder import ACTIVATION_BACKWARD, NORM_BACKWARD, LayerBuilder
 from moeplan.simulator.op import Op, Segment
 from moeplan.vocabulary import RecomputeModule
+
+
+# Mask, sort, index and scatter kernels of a permutation without its fused kernel; kernels of an unfused router for one of
+# a fused one: 72 against 31 with the preprocess (report section 3.3).
+UNFUSED_PERMUTE_KERNELS, UNFUSED_ROUTER_FACTOR = 10, 72 / 31
 
 
 def _shared_expert(build: LayerBuilder, moe: Moe) -> list[Op]:
@@ -36,7 +43,7 @@ def moe_ops(build: LayerBuilder, moe: Moe) -> list[Op]:
         # fp32 scores: written by the GEMM, read and written by scoring and top-k, read by the auxiliary loss.
         hbm_bytes=4 * logits_bytes,
         backward_hbm_bytes=4 * logits_bytes,
-        num_kernels=stack.router_kernels.value,
+        num_kernels=stack.router_kernels.value * (1 if shape.router_fusion else UNFUSED_ROUTER_FACTOR),
         scope="router",
         modules=frozenset(("moe",)),
     )
@@ -56,7 +63,9 @@ def _exchange(build: LayerBuilder, moe: Moe, name: str, segment: Segment) -> lis
     """Dispatch or combine; alltoall with etp > 1 adds a collective over the expert tensor-parallel group."""
     shape, hidden = build.shape, build.model.hidden_size
     token_bytes = hidden * shape.element_bytes
-    sent = exchange_bytes(moe, shape.own_tokens, token_bytes, shape.backend, shape.ep_group, etp=shape.etp)
+    load = _load(build)
+    wait_s = 0.0 if shape.is_device_driven else build.stack.time.exchange_wait_s.value * log2(max(shape.ep, 2))
+    sent = exchange_bytes(moe, shape.own_tokens * load, token_bytes, shape.backend, shape.ep_group, etp=shape.etp)
     ops = []
     if shape.ep > 1:
         ops.append(
@@ -69,6 +78,7 @@ def _exchange(build: LayerBuilder, moe: Moe, name: str, segment: Segment) -> lis
                 scope="moe",
                 comm_bytes=sent.scale_up,
                 network_bytes=sent.network,
+                wait_s=wait_s,
                 backend=shape.backend,
                 group=shape.ep_group,
                 modules=frozenset(("moe",)),
@@ -106,7 +116,8 @@ def _permute(build: LayerBuilder, moe: Moe, name: str, segment: Segment, *, loca
         router = moe.router
         seen = expected_distinct_bins(moe.num_experts, moe.top_k, shape.ep, router.num_groups, router.top_groups)
         elements = own * (seen * shape.etp + copies) * hidden
-    num_bytes = elements * shape.element_bytes
+    factor = stack.permute_factor if shape.permute_fusion else stack.unfused_permute_factor
+    num_bytes = elements * shape.element_bytes * factor.value
     return [
         Op(
             name=name,
@@ -116,7 +127,7 @@ def _permute(build: LayerBuilder, moe: Moe, name: str, segment: Segment, *, loca
             backward_hbm_bytes=num_bytes,
             segment=segment,
             scope="moe",
-            num_kernels=2,
+            num_kernels=2 if shape.permute_fusion else UNFUSED_PERMUTE_KERNELS,
             modules=frozenset(("moe",)),
         )
     ]
@@ -140,7 +151,7 @@ def _from_experts(build: LayerBuilder, moe: Moe) -> list[Op]:
 
 def _experts(build: LayerBuilder, moe: Moe) -> list[Op]:
     model, shape = build.model, build.shape
-    rows, width = shape.expert_rows(moe), moe.expert_ffn_size / shape.etp
+    rows, width = shape.expert_rows(moe) * _load(build), moe.expert_ffn_size / shape.etp
     local_experts, gates = moe.num_experts // shape.ep, model.mlp_matrices - 1
     total, hidden = rows * local_experts, model.hidden_size
     act = build.memory(
@@ -162,11 +173,17 @@ def _experts(build: LayerBuilder, moe: Moe) -> list[Op]:
     ]
 
 
+def _load(build: LayerBuilder) -> float:
+    """Tokens of the busiest rank over the mean: its experts and its exchange govern everybody's step."""
+    return build.stack.time.natural_imbalance_frac.value if build.shape.routing == "natural" else 1.0
+
+
 def _grouped_gemm(build: LayerBuilder, name: str, sizes: tuple[float, float, float], num_groups: int) -> Op:
     """One grouped GEMM of the local experts: ``sizes`` are those of one expert."""
     rows, cols, inner = sizes
     low, time = build.shape.format.quantized_bytes, build.stack.time
     in_bytes = build.shape.element_bytes if low is None else low
+    is_device_driven = build.shape.fused_grouped_mlp or build.shape.is_device_driven
     launches = time.grouped_launches_per_expert if low is None else time.quantized_launches_per_expert
     moved = (rows + cols) * inner * in_bytes + rows * cols * build.shape.element_bytes
     return Op(
@@ -183,6 +200,8 @@ def _grouped_gemm(build: LayerBuilder, name: str, sizes: tuple[float, float, flo
         segment="expert",
         scope="moe",
         backend=build.stack.grouped_gemm_backend,
+        rate_frac=(time.device_grouped_gemm_frac if is_device_driven else time.grouped_gemm_frac).value
+        * time.gemm_frac.value,
         num_kernels=1 + launches.value * num_groups,
         modules=frozenset(("moe",)),
     )

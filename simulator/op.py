@@ -50,10 +50,11 @@ ALONE = Placement()
 class Op:
     """One operation of one rank. Which work fields count depends on ``kind``; the others are 0.
 
-    gemm: ``rows`` x ``inner`` times ``inner`` x ``cols``, ``num_groups`` of them (grouped_gemm: the local experts).
+    gemm: ``rows`` x ``inner`` times ``inner`` x ``cols``, ``num_groups`` of them (grouped_gemm: the local
+    experts), at ``rate_frac`` of the machine's dense rate (grouped_gemm: where it has no curve of ``backend``).
     attention: ``rows`` tokens x ``cols`` heads against ``seq_len`` keys, causal. memory, gather: ``hbm_bytes`` moved.
     Collectives: ``comm_bytes`` in the convention of CollectiveCurve. exchange: ``comm_bytes`` to other ranks inside
-    the scale-up domain, ``network_bytes`` to other domains.
+    the scale-up domain, ``network_bytes`` to other domains; ``wait_s`` until all its ranks have come.
     """
 
     name: str
@@ -76,12 +77,19 @@ class Op:
     backward_hbm_bytes: float = 0.0
     comm_bytes: float = 0.0
     network_bytes: float = 0.0
+    wait_s: float = 0.0
     backend: str = ""
+    rate_frac: float = 1.0
     group: Placement = ALONE
     num_kernels: float = 1.0
     modules: frozenset[RecomputeModule] = field(default_factory=frozenset)
     after: tuple[str, ...] | None = None
     """Names of the ops it waits for; None: the one before it in program order."""
+
+    @property
+    def stops_host(self) -> bool:
+        """Whether the host can issue nothing more until it is done: a forward's dispatch tells the counts of tokens."""
+        return self.kind == "exchange" and self.segment == "dispatch" and self.phase == "fwd"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +101,19 @@ class Cost:
     source: SourceKind
     error_frac: float
     note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class OpRun:
+    """An op with its cost and its place in the phase."""
+
+    op: Op
+    cost: Cost
+    start_s: float
+
+    @property
+    def end_s(self) -> float:
+        return self.start_s + self.cost.seconds
 
 
 @dataclass(frozen=True, slots=True)

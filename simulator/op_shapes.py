@@ -45,6 +45,8 @@ class OpShape:
     routing: Routing
     cuda_graph: tuple[CudaGraphScope, ...]
     fused_grouped_mlp: bool
+    permute_fusion: bool
+    router_fusion: bool
     fp8_attention: bool
     tp_comm_overlap: bool
     tp_group: Placement
@@ -74,6 +76,8 @@ class OpShape:
             routing=point.routing,
             cuda_graph=point.cuda_graph,
             fused_grouped_mlp=point.fused_grouped_mlp,
+            permute_fusion=point.permute_fusion,
+            router_fusion=point.router_fusion,
             fp8_attention=point.fp8_attention,
             tp_comm_overlap=point.tp_comm_overlap,
             tp_group=groups.tp,
@@ -110,6 +114,11 @@ class OpShape:
     def own_tokens(self) -> float:
         """Tokens of one rank outside tensor-parallel regions (sequence parallel)."""
         return self.gathered_tokens / self.tp
+
+    @property
+    def is_device_driven(self) -> bool:
+        """Whether the device alone decides shapes: nothing waits for the host, which only starts one graph."""
+        return "full_iteration" in self.cuda_graph
 
     def expert_rows(self, moe: Moe) -> float:
         """Rows of one local expert under balance, T K EP ETP / E, padded to the precision's alignment."""

@@ -39,7 +39,9 @@ def hidden_seconds(forward: PhaseTime, backward: PhaseTime, sm_frac: float, *, d
     return sum(sent + done - max(sent, done + sent * sm_frac) for sent, done in steps)
 
 
-def paired_saving(forward: PhaseTime, backward: PhaseTime, sm_frac: float, *, delay_wgrad: bool) -> tuple[float, float]:
+def paired_saving(
+    forward: PhaseTime, backward: PhaseTime, sm_frac: float, *, delay_wgrad: bool, overlap_frac: float
+) -> tuple[float, float]:
     """Seconds that a pair exposes less than its two halves alone: of dispatch, and of the host.
 
     The pair takes max(device, host): the device without what hides, the host's whole work, since a stop of the one
@@ -49,7 +51,7 @@ def paired_saving(forward: PhaseTime, backward: PhaseTime, sm_frac: float, *, de
     host = FAMILY_INDEX["host"]
     waiting = float(forward.exposed_s[host] + backward.exposed_s[host])
     device = forward.seconds + backward.seconds - waiting
-    hidden = hidden_seconds(forward, backward, sm_frac, delay_wgrad=delay_wgrad)
+    hidden = overlap_frac * hidden_seconds(forward, backward, sm_frac, delay_wgrad=delay_wgrad)
     return hidden, waiting - max(0.0, forward.issued_s + backward.issued_s - (device - hidden))
 
 

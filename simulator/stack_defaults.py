@@ -31,6 +31,8 @@ class Features(Record):
     delay_wgrad: bool | None = None
     cuda_graph: tuple[CudaGraphScope, ...] | None = None
     fused_grouped_mlp: bool | None = None
+    permute_fusion: bool | None = None
+    router_fusion: bool | None = None
     recompute: tuple[RecomputeModule, ...] | None = None
     offload_layers: int | None = None
     offload_modules: tuple[OffloadModule, ...] | None = None

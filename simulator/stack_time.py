@@ -4,6 +4,7 @@ from pydantic import Field
 
 from moeplan.hwprofiles.schema import Sourced
 from moeplan.record import Record
+from moeplan.vocabulary import PrecisionName
 
 
 class StackTime(Record):
@@ -11,12 +12,28 @@ class StackTime(Record):
 
     permute_in_dispatch: bool = Field(default=False, description="hybridep writes tokens in expert order itself")
     fused_grad_accumulation: bool = Field(description="weight-gradient GEMMs add to the main gradients themselves")
+    grouped_gemm_frac: Sourced = Field(
+        description="rate of grouped GEMMs started one expert at a time over the dense one, where no curve is measured"
+    )
+    device_grouped_gemm_frac: Sourced = Field(description="the same of one kernel that reads shapes on the device")
+    elementwise_factor: Sourced = Field(description="bytes element-wise kernels move over those of ideal fusion")
+    permute_factor: Sourced = Field(description="bytes permutations move over one read and one write of each copy")
+    unfused_permute_factor: Sourced = Field(description="the same of index and scatter kernels instead of one")
+    stop_launches: Sourced = Field(
+        description="host work of a dispatch that stopped it, before the next kernel: as many eager ops"
+    )
+    gemm_frac: Sourced = Field(description="rate of GEMMs over the machine's readings")
+    hides_cp: bool = Field(default=True, description="keys and values pass beside the attention they are not needed by")
+    exchange_wait_s: Sourced = Field(description="host-driven exchange: wait for the last rank, per doubling of ranks")
+    overlap_frac: Sourced = Field(description="part of an exchange that runs beside compute of the other direction")
+    natural_imbalance_frac: Sourced = Field(description="load of the busiest rank over the mean under natural routing")
+    jitter_frac: Sourced = Field(description="slowest GPU over the mean, per doubling of GPUs")
     launches_per_op: Sourced = Field(description="eager kernels the host issues per op of the simulator")
     grouped_launches_per_expert: Sourced = Field(description="further ones per local expert of a grouped GEMM")
     quantized_launches_per_expert: Sourced = Field(description="the same in low precision: quantize and swizzle too")
     router_kernels: Sourced = Field(description="kernels of the router beside its GEMM, forward")
-    quantize_bytes_per_element: Sourced = Field(
-        description="bytes moved to quantize a GEMM's input beyond the row-wise copy that measured rates include"
+    quantize_bytes_per_element: dict[PrecisionName, Sourced] = Field(
+        default={}, description="by recipe: bytes moved to quantize a GEMM's input, beyond what measured rates include"
     )
     loss_bytes_per_logit: Sourced = Field(
         description="bytes moved per logit by the cross entropy, forward and backward"

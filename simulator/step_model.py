@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from math import log2
 from typing import Literal
 
 import numpy as np
@@ -107,7 +108,9 @@ class StepModel:
             saved = (0.0, 0.0)
             if part.kind == "moe" and shape.ep_overlap:
                 sm_frac = dispatch_sm_frac(self.profile, shape.backend, shape.dispatch_sms)
-                saved = paired_saving(forward, backward, sm_frac, delay_wgrad=shape.delay_wgrad)
+                saved = paired_saving(
+                    forward, backward, sm_frac, delay_wgrad=shape.delay_wgrad, overlap_frac=time.overlap_frac.value
+                )
             self._parts[key] = PartTime(forward, backward, saved)
         return self._parts[key]
 
@@ -126,7 +129,8 @@ class StepModel:
         """Gradient reduction, parameter gathering and optimizer of every pipeline rank."""
         key = (
             *(point.num_gpus, point.layout, point.tp, point.cp, point.pp, point.etp, point.ep),
-            *(point.precision, point.sharding, point.grad_dtype, point.moment_dtype),
+            *(point.precision, point.sharding, point.grad_dtype, point.moment_dtype, point.fp8_primary_weights),
+            point.num_micro_batches if point.sharding == "full" else 0,
         )
         if key not in self._ends:
             self._ends[key] = step_ends(self.model, point, self.stack.time, self.profile)
@@ -143,9 +147,11 @@ class StepModel:
         total = counts @ np.array([one.forward.total_s + one.backward.total_s for one in times])
         exposed = counts @ np.array([one.forward.exposed_s + one.backward.exposed_s for one in times])
         saved = counts @ np.array([one.saved_s for one in times]) * self._paired(point)[:, None]
+        slowest = 1 + self.stack.time.jitter_frac.value * log2(point.num_gpus)
         left = 1 - saved.sum(axis=1) / np.maximum(forward + backward, 1e-12)  # a stage may be empty
-        forward, backward = forward * left, backward * left
+        forward, backward = forward * left * slowest, backward * left * slowest
         exposed[:, [DISPATCH, HOST]] -= saved
+        exposed, total = exposed * slowest, total * slowest
         tokens = point.tokens_per_rank
         message = tokens * self.model.hidden_size * shape.element_bytes
         send = collective_cost("send_recv", message, rank_groups(point, self.profile).pp, self.profile)
@@ -218,16 +224,34 @@ def _exposed_ends(point: Point, chunks: _Chunks, ends: Sequence[StepEnds]) -> tu
         chunks.forward_s.reshape(point.vp, point.pp).sum(axis=0),
         chunks.backward_s.reshape(point.vp, point.pp).sum(axis=0),
     )
+    group = min(point.pp, point.num_micro_batches) if point.vp > 1 else 1
     num_chunks = point.vp if point.pp > 1 else PipelineLayout.from_string(point.layout).num_layers
+    if point.sharding == "full":
+        return _exposed_full_sharding(point, by_rank, ends)
     gather = [
-        exposed_seconds(end.gather_s, window, num_chunks, overlap=point.overlap_param_gather)
+        exposed_seconds(end.gather_s, window * group, num_chunks, overlap=point.overlap_param_gather)
         for end, window in zip(ends, by_rank[0], strict=True)
     ]
     reduce = [
-        exposed_seconds(end.reduce_s, window, num_chunks, overlap=point.overlap_grad_reduce)
+        exposed_seconds(end.reduce_s, window * group, num_chunks, overlap=point.overlap_grad_reduce)
         for end, window in zip(ends, by_rank[1], strict=True)
     ]
     return np.array(gather), np.array(reduce)
+
+
+def _exposed_full_sharding(point: Point, by_rank: tuple[Array, Array], ends: Sequence[StepEnds]) -> tuple[Array, Array]:
+    """Gathering and reducing layer by layer beside all compute: what exceeds it, and the first layer's gather."""
+    num_layers = PipelineLayout.from_string(point.layout).num_layers / point.pp
+    exposed = [
+        exposed_seconds(
+            end.gather_s + end.reduce_s,
+            window * point.num_micro_batches * num_layers / max(num_layers - 1, 1),
+            max(2, int(num_layers)) * 3 * point.num_micro_batches,
+            overlap=point.overlap_param_gather and point.overlap_grad_reduce,
+        )
+        for end, window in zip(ends, by_rank[0] + by_rank[1], strict=True)
+    ]
+    return np.zeros(point.pp), np.array(exposed)
 
 
 @lru_cache(maxsize=8)

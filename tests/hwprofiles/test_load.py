@@ -56,7 +56,7 @@ def test_spot_values() -> None:
     assert gb300.memory_bytes.value == 298_013_687_808
     assert h100.memory_bytes.value == 85_520_809_984
     assert _gemm(h100, "bf16").curve.rate_at(4096) == pytest.approx(773e12, rel=1e-3)
-    assert _gemm(gb300, "nvfp4").curve.rate_at(16384) == pytest.approx(3881e12, rel=1e-3)
+    assert _gemm(gb300, "fp8_block").curve.rate_at(16384) == pytest.approx(3013e12, rel=1e-3)
     assert gb200.peak_flops_per_s["bf16"].value == 2500e12
     assert gb200.peak_flops_per_s["bf16"].low == 2450e12
     assert b200.hbm_bytes_per_s.value == 7.7e12

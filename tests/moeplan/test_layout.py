@@ -58,4 +58,4 @@ def test_a_layout_of_another_size_is_refused_with_the_balanced_one() -> None:
 
 def test_more_stages_than_layers_are_refused() -> None:
     with pytest.raises(InvalidInputError, match="only 61 layers"):
-        balanced_layout(DEEPSEEK, 63)
+        balanced_layout(DEEPSEEK, 64)

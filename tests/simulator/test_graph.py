@@ -92,8 +92,8 @@ def test_slow_host_is_exposed_on_both_sides_of_a_dispatch() -> None:
         op("experts", 1, num_kernels=80, segment="expert", scope="moe"),
     ]
     waiting = phase_time(ops, PROFILE, EAGER, ()).exposed_s[FAMILY_INDEX["host"]]
-    # What the host is ahead of the device before the dispatch does not help it after.
-    assert 70 * launch_s < waiting < 82 * launch_s
+    # From one dispatch to the next kernels are issued in order: experts, then many, and only then the long one runs.
+    assert 110 * launch_s < waiting < 130 * launch_s
     assert phase_time(ops, PROFILE, EAGER, FULL).exposed_s[FAMILY_INDEX["host"]] == 0
 
 

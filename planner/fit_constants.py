@@ -1,0 +1,87 @@
+"""The constants that a fit to measured runs may move: few, each physical, shared by all models and rows."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from moeplan.hwprofiles.schema import HardwareProfile, Sourced
+from moeplan.simulator.stack import SoftwareStack
+
+
+@dataclass(frozen=True, slots=True)
+class FitConstant:
+    """One constant: a field of some hardware profiles, or of the ``time`` table of some stacks (none: of all)."""
+
+    field: str
+    owner: Literal["profile", "stack"]
+    names: tuple[str, ...]
+    unit: str
+    low: float
+    high: float
+    meaning: str
+
+    @property
+    def label(self) -> str:
+        """Unique name: the field, and whose."""
+        return f"{self.field}[{'+'.join(self.names) or 'all'}]"
+
+    def owns(self, name: str) -> bool:
+        """Whether profile or stack ``name`` takes it."""
+        return not self.names or name in self.names
+
+
+HOPPER, HGX_BLACKWELL, RACK_BLACKWELL = ("h100", "h200"), ("b200", "b300"), ("gb200", "gb300")
+SUSTAINED = "GEMM rate of a training step over a burst reading, under the power limit"
+FIT_CONSTANTS: tuple[FitConstant, ...] = (
+    FitConstant("sustained_frac", "profile", HOPPER, "fraction", 0.6, 1.0, SUSTAINED),
+    FitConstant("sustained_frac", "profile", HGX_BLACKWELL, "fraction", 0.6, 1.0, SUSTAINED),
+    FitConstant("sustained_frac", "profile", ("gb200",), "fraction", 0.6, 1.0, SUSTAINED),
+    FitConstant("sustained_frac", "profile", ("gb300",), "fraction", 0.6, 1.0, SUSTAINED),
+    FitConstant("launch_s", "profile", (*HOPPER, *HGX_BLACKWELL), "s", 4e-6, 3e-5, "host time an eager kernel, x86"),
+    FitConstant("launch_s", "profile", RACK_BLACKWELL, "s", 4e-6, 4e-5, "host time of an eager kernel, Grace"),
+    FitConstant("grouped_gemm_frac", "stack", (), "fraction", 0.4, 1.0, "grouped GEMM an expert at a time over dense"),
+    FitConstant("device_grouped_gemm_frac", "stack", (), "fraction", 0.6, 1.0, "one grouped kernel over dense"),
+    FitConstant("elementwise_factor", "stack", (), "ratio", 0.8, 2.0, "element-wise traffic over ideal fusion"),
+    FitConstant("stop_launches", "stack", (), "launches", 0.0, 120.0, "host work at a dispatch before the next kernel"),
+    FitConstant("unfused_permute_factor", "stack", (), "ratio", 1.5, 12.0, "the same without the fused kernel"),
+    FitConstant("overlap_frac", "stack", (), "fraction", 0.3, 1.0, "part of what could hide that hides"),
+    FitConstant("natural_imbalance_frac", "stack", (), "ratio", 1.0, 2.5, "busiest rank under natural routing"),
+)
+
+
+def current_values(
+    constants: Sequence[FitConstant], profiles: Mapping[str, HardwareProfile], stacks: Mapping[str, SoftwareStack]
+) -> list[float]:
+    """The value of each constant now: of the first owner that has it."""
+    return [_value(constant, profiles, stacks) for constant in constants]
+
+
+def _value(
+    constant: FitConstant, profiles: Mapping[str, HardwareProfile], stacks: Mapping[str, SoftwareStack]
+) -> float:
+    if constant.owner == "profile":
+        number = next(getattr(one, constant.field) for name, one in profiles.items() if constant.owns(name))
+    else:
+        number = next(getattr(one.time, constant.field) for name, one in stacks.items() if constant.owns(name))
+    return float(number.value)
+
+
+def with_values(
+    constants: Sequence[FitConstant],
+    values: Sequence[float],
+    profiles: Mapping[str, HardwareProfile],
+    stacks: Mapping[str, SoftwareStack],
+    ref: str,
+) -> tuple[dict[str, HardwareProfile], dict[str, SoftwareStack]]:
+    """Profiles and stacks with the constants set, as ``fitted``."""
+    made_profiles, made_stacks = dict(profiles), dict(stacks)
+    for constant, value in zip(constants, values, strict=True):
+        number = Sourced(value=float(f"{value:.4g}"), source="fitted", ref=ref)
+        if constant.owner == "profile":
+            for name in filter(constant.owns, profiles):
+                made_profiles[name] = made_profiles[name].model_copy(update={constant.field: number})
+        else:
+            for name in filter(constant.owns, stacks):
+                time = made_stacks[name].time.model_copy(update={constant.field: number})
+                made_stacks[name] = made_stacks[name].model_copy(update={"time": time})
+    return made_profiles, made_stacks
