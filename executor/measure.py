@@ -4,6 +4,7 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
@@ -11,7 +12,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from moeplan.errors import RunFailedError
-from moeplan.executor.trace import STEP_LABEL, family_times_of
+from moeplan.executor.trace import STEP_LABEL, family_times_of, longest_kernels_of
 from moeplan.results import FamilyTime
 from moeplan.units import KIB
 from moeplan.vocabulary import OpFamily
@@ -107,6 +108,10 @@ class StepTrace(AbstractContextManager["StepTrace"]):
         """
         return family_times_of(self._profile.events() or (), num_steps, on_cuda=self._device.type == "cuda")
 
+    def kernels(self) -> dict[OpFamily, str]:
+        """Name of the kernel with the most time in each family that has a choice of them; empty on a CPU."""
+        return longest_kernels_of(self._profile.events() or ()) if self._device.type == "cuda" else {}
+
 
 def resident_bytes() -> int:
     """Memory of this process in RAM now (VmRSS), shared libraries included. Linux only."""
@@ -135,11 +140,25 @@ def _status_bytes(key: str) -> int:
     return next(int(line.split()[1]) * KIB for line in lines if line.startswith(f"{key}:"))
 
 
-def device_bytes(device: torch.device) -> int:
-    """Memory in use now: allocated tensors on CUDA, resident memory of the process on a CPU."""
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else resident_bytes()
+@dataclass(frozen=True)
+class PeakBytes:
+    """Most memory at once in live tensors, and most that was taken for them.
+
+    On CUDA the second is what torch's allocator reserved; on a CPU both are the peak of resident memory.
+    """
+
+    allocated: int
+    reserved: int
 
 
-def peak_device_bytes(device: torch.device) -> int:
-    """Peak of memory reserved by torch's allocator on CUDA (what must fit), peak resident memory on a CPU."""
-    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else peak_resident_bytes()
+def peak_device_bytes(device: torch.device) -> PeakBytes:
+    """Peaks since the process began or they were last reset."""
+    if device.type == "cuda":
+        return PeakBytes(torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device))
+    return PeakBytes(peak_resident_bytes(), peak_resident_bytes())
+
+
+def context_bytes(device: torch.device) -> int:
+    """Memory of a GPU that is gone beside the allocator's: context, loaded kernels, communicators, other processes."""
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    return max(0, total_bytes - free_bytes - torch.cuda.memory_reserved(device))

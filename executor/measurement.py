@@ -2,20 +2,23 @@
 
 import platform
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from moeplan.executor.measure import spread_frac
+from moeplan.executor.measure import context_bytes, spread_frac
 from moeplan.executor.mesh import Mesh
 from moeplan.executor.train import Trainer, TrainingRecord
 from moeplan.flops import training_flops_per_token
 from moeplan.plan import Plan
 from moeplan.results import FamilyTime, Figures
 from moeplan.run_config import RunConfig
-from moeplan.units import TFLOP
+from moeplan.units import TFLOP, format_bytes
 from moeplan.vocabulary import MemoryCategory, OpFamily
 
+_MAX_KERNEL_NAME = 100  # letters: templates go on for pages
 _NOTES = (
     "activations hold logits and buffers too: the peak less everything else",
     "gradients are reduced after the last backward and weights gathered after the update: no overlap",
@@ -31,17 +34,25 @@ class RankFigures:
     family_times: dict[OpFamily, FamilyTime]
 
 
-def measure_rank(trainer: Trainer, record: TrainingRecord, framework_bytes: float) -> RankFigures:
-    """This rank's times and memory. ``framework_bytes``: in use before the model was built."""
-    optimizer = trainer.optimizer
-    fixed: dict[MemoryCategory, float] = {
+def measure_rank(trainer: Trainer, record: TrainingRecord, resident_before_bytes: float) -> RankFigures:
+    """This rank's times and memory. ``resident_before_bytes``: in use on a CPU before the model was built.
+
+    On CUDA the sum without ``framework`` is what tensors took at their peak, and ``framework`` is the context and
+    what the allocator reserved beyond that: the whole sum is what the device must have.
+    """
+    optimizer, peak, device = trainer.optimizer, record.peak_bytes, trainer.device
+    on_cuda = device.type == "cuda"
+    state: dict[MemoryCategory, float] = {
         "weights": optimizer.weight_bytes,
         "gradients": optimizer.grad_bytes,
         "optimizer": optimizer.state_bytes,
-        "framework": framework_bytes,
     }
-    fixed["activations"] = max(0.0, record.peak_bytes - sum(fixed.values()))
-    return RankFigures(record.step_times_s, fixed, record.family_times)
+    reserve_bytes = peak.reserved - peak.allocated
+    framework_bytes = context_bytes(device) + reserve_bytes if on_cuda else resident_before_bytes
+    live_bytes = peak.allocated if on_cuda else peak.allocated - resident_before_bytes
+    activations_bytes = max(0.0, live_bytes - sum(state.values()))
+    memory: dict[MemoryCategory, float] = {**state, "framework": framework_bytes, "activations": activations_bytes}
+    return RankFigures(record.step_times_s, memory, record.family_times)
 
 
 def gather_figures(own: RankFigures, mesh: Mesh) -> list[RankFigures]:
@@ -54,9 +65,12 @@ def gather_figures(own: RankFigures, mesh: Mesh) -> list[RankFigures]:
 
 
 def make_figures(
-    plan: Plan, run: RunConfig, ranks: list[RankFigures], losses: list[float], device: torch.device
+    plan: Plan, run: RunConfig, ranks: list[RankFigures], record: TrainingRecord, device: torch.device
 ) -> Figures:
-    """Median over the timed steps of the slowest rank's time; memory of the worst rank of each pipeline stage."""
+    """Median over the timed steps of the slowest rank's time; memory of the worst rank of each pipeline stage.
+
+    ``record`` is rank 0's: losses are the same on all ranks, and its kernels and power stand for all.
+    """
     slowest_s = [max(times) for times in zip(*(rank.step_times_s for rank in ranks), strict=True)]
     timed_s = slowest_s[run.warmup_steps_untimed : run.steps - run.profile_steps]
     step_s = float(torch.tensor(timed_s, dtype=torch.float64).quantile(0.5))
@@ -81,10 +95,10 @@ def make_figures(
         memory_bytes=memory,
         time_s=_mean_times([rank.family_times for rank in ranks]),
         error_bar_frac=spread_frac(timed_s),
-        provenance=_provenance(plan, run, device),
+        provenance=_provenance(plan, run, device) | _device_provenance(record, device),
         notes=_NOTES,
         step_times_s=tuple(timed_s),
-        losses=tuple(losses),
+        losses=tuple(record.losses),
     )
 
 
@@ -113,3 +127,38 @@ def _provenance(plan: Plan, run: RunConfig, device: torch.device) -> dict[str, s
         "data": run.data or "standard library sources",
         "steps": f"{run.steps}: {run.warmup_steps_untimed} untimed first, {run.profile_steps} traced last",
     }
+
+
+def _device_provenance(record: TrainingRecord, device: torch.device) -> dict[str, str]:
+    """Versions, kernels, power and the parts of ``framework`` of a CUDA run; nothing on a CPU."""
+    if device.type != "cuda":
+        return {}
+    peak = record.peak_bytes
+    versions = {
+        "cuda": str(torch.version.cuda),
+        "cudnn": str(torch.backends.cudnn.version()),
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        "driver": _driver_version(),
+        "transformer_engine": _installed_version("transformer_engine"),
+    }
+    memory = {
+        "peak_allocated": format_bytes(peak.allocated),
+        "peak_reserved": format_bytes(peak.reserved),
+        "context": format_bytes(context_bytes(device)),
+    }
+    kernels = {f"kernel_{family}": name[:_MAX_KERNEL_NAME] for family, name in record.kernels.items()}
+    return {**versions, "grouped_gemm_backend": "torch", **kernels, **memory, **record.power.provenance()}
+
+
+def _driver_version() -> str:
+    """Of the NVIDIA kernel module, or a word that says it is not to be had."""
+    path = Path("/proc/driver/nvidia/version")
+    words = path.read_text(encoding="ascii", errors="replace").split() if path.exists() else []
+    return next((word for word in words if word.count(".") == 2 and word[0].isdigit()), "unknown")
+
+
+def _installed_version(distribution: str) -> str:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return "not installed"

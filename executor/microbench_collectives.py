@@ -1,4 +1,4 @@
-"""Seconds of gloo collectives by message size, for pairs of ranks (all pairs at once) and for all ranks.
+"""Seconds of collectives (gloo, NCCL) by message size, for pairs of ranks (all pairs at once) and for all ranks.
 
 Names of readings: ``COLLECTIVE.NUM_RANKS``. Message bytes as :class:`moeplan.hwprofiles.schema.CollectiveCurve` has
 them: the full buffer for all_reduce, all_gather and reduce_scatter, what a rank holds to send for all_to_all, what it
@@ -6,12 +6,13 @@ sends for send_recv.
 """
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moeplan.executor.microbench_window import Reading, Window
+from moeplan.executor.microbench_window import Reading
 from moeplan.hwprofiles.schema import CollectiveKind
 from moeplan.units import KIB, MIB
 
@@ -53,13 +54,27 @@ COLLECTIVES: dict[CollectiveKind, Collective] = {
 }
 
 
-def collectives(window: Window) -> list[Reading]:
+class CollectiveWindow(Protocol):
+    """What times a collective, and where its buffers lie."""
+
+    @property
+    def quick(self) -> bool: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def seconds_of_collective(self, work: Callable[[], object]) -> tuple[float, ...]: ...
+
+
+def collectives(window: CollectiveWindow) -> list[Reading]:
     """All collectives for 2 ranks and for all; none with a single process. A rank without a partner stands by."""
     world_size, rank = dist.get_world_size(), dist.get_rank()
     if world_size == 1:
         return []
     sizes: tuple[int, ...] = (4 * KIB, 64 * KIB, MIB, 8 * MIB)
-    if not window.quick:
+    if window.device.type == "cuda":
+        sizes = (*sizes, 64 * MIB, 512 * MIB)
+    elif not window.quick:
         sizes = (KIB, *sizes, 256 * KIB, 32 * MIB)
     pairs = [dist.new_group([first, first + 1]) for first in range(0, world_size - 1, 2)]
     readings = _of_group(window, pairs[rank // 2] if rank // 2 < len(pairs) else None, 2, sizes)
@@ -68,13 +83,13 @@ def collectives(window: Window) -> list[Reading]:
     return readings
 
 
-def _of_group(window: Window, group: Group | None, num_ranks: int, sizes: tuple[int, ...]) -> list[Reading]:
+def _of_group(window: CollectiveWindow, group: Group | None, num_ranks: int, sizes: tuple[int, ...]) -> list[Reading]:
     readings = []
     for name, collective in COLLECTIVES.items():
         for size in sizes:
             num_parts = size // FP32_BYTES // num_ranks
-            part = torch.zeros(num_parts)
-            whole = torch.zeros(num_parts * num_ranks)
+            part = torch.zeros(num_parts, device=window.device)
+            whole = torch.zeros(num_parts * num_ranks, device=window.device)
 
             def step(run: Collective = collective, whole: Tensor = whole, part: Tensor = part) -> None:
                 if group is not None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 
 NUM_WINDOWS = 3
@@ -27,6 +28,7 @@ class Window:
     """Times work over windows of at least ``window_s``. ``quick``: few sizes, short windows."""
 
     quick: bool
+    device: torch.device = torch.device("cpu")  # noqa: RUF009 - immutable
 
     @property
     def window_s(self) -> float:

@@ -47,7 +47,7 @@ def main(folder: Path, rank: int, world_size: int, *, quick: bool) -> None:
     dist.all_gather_object(everyone, (own, overhead_bytes))
     if rank == 0:
         overheads_bytes = [overhead for _, overhead in everyone]
-        pooled = _pool([reading for readings, _ in everyone for reading in readings])
+        pooled = pool([reading for readings, _ in everyone for reading in readings])
         rows = [[reading.name, reading.size, reading.values] for reading in pooled]
         answer = json.dumps({"readings": rows, "overheads_bytes": overheads_bytes})
         (folder / "readings.json").write_text(answer, encoding="utf-8")
@@ -63,7 +63,7 @@ def _framework_overhead_bytes() -> float:
     return float(resident_bytes())
 
 
-def _pool(readings: list[Reading]) -> list[Reading]:
+def pool(readings: list[Reading]) -> list[Reading]:
     """Readings of the same name and size as one."""
     pooled: dict[tuple[str, float], Reading] = {}
     for reading in readings:

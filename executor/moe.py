@@ -61,8 +61,8 @@ class Router(nn.Module):
         with scope("router"):
             logits_LE = router_logits(x_LH, self.weight)
             routing = route(logits_LE, self.options, self.bias_E)
-            if self.bias_E is not None:
-                # Recompute counts a second time, every token alike: only the sign of a difference is used.
+            # Where gradients are off, this is validation, or the first of two runs under recompute.
+            if self.bias_E is not None and torch.is_grad_enabled():
                 self.num_copies_E += count_tokens(routing.expert_index_TK, self.moe.num_experts)[0]
             probs_LK = self._with_losses(routing, logits_LE)
         return Routing(probs_LK, routing.expert_index_TK, routing.share_TE)
@@ -83,12 +83,16 @@ class Router(nn.Module):
         per_sequence = self.spec.aux_loss == "seq_aux_loss"
         num_sets = self.num_sequences if per_sequence else 1
         set_tokens = self.seq_len if per_sequence else self.seq_len * self.num_sequences
-        first = group.index * self.num_tokens
-        positions_L = torch.arange(first, first + self.num_tokens, device=routing.share_TE.device)
-        set_L = positions_L // set_tokens
-        index_LK = routing.expert_index_TK + set_L[:, None] * num_experts
-        num_copies_SE = count_tokens(index_LK, num_sets * num_experts).view(num_sets, num_experts)
-        share_SE = routing.share_TE.new_zeros(num_sets, num_experts).index_add(0, set_L, routing.share_TE)
+        if num_sets == 1:
+            num_copies_SE = count_tokens(routing.expert_index_TK, num_experts)
+            share_SE = routing.share_TE.sum(0, keepdim=True)
+        else:
+            first = group.index * self.num_tokens
+            positions_L = torch.arange(first, first + self.num_tokens, device=routing.share_TE.device)
+            set_L = positions_L // set_tokens
+            index_LK = routing.expert_index_TK + set_L[:, None] * num_experts
+            num_copies_SE = count_tokens(index_LK, num_sets * num_experts).view(num_sets, num_experts)
+            share_SE = routing.share_TE.new_zeros(num_sets, num_experts).index_add(0, set_L, routing.share_TE)
         num_copies_SE = all_reduce(num_copies_SE, group)
         return balance_loss(share_SE, num_copies_SE, set_tokens, self.moe.top_k, self.spec.aux_loss_coeff)
 

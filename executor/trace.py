@@ -118,7 +118,7 @@ def _device_times(
     ordered: Sequence[Any], families: dict[int, OpFamily | None]
 ) -> tuple[dict[OpFamily, float], dict[OpFamily, float]]:
     """Total and exposed microseconds by family of the kernels and copies of a trace."""
-    launcher = {event.id: id(event) for event in ordered if not _is_device_event(event) and event.name.startswith("cu")}
+    launcher = _launchers(ordered)
     intervals: dict[OpFamily, list[Interval]] = defaultdict(list)
     for event in ordered:
         if _is_device_event(event) and not event.is_user_annotation:
@@ -136,6 +136,26 @@ def _device_times(
         else:
             exposed_us[family] = total_us[family]
     return total_us, exposed_us
+
+
+def longest_kernels_of(events: Iterable[Any]) -> dict[OpFamily, str]:
+    """The kernel that took most time in attention, dense and expert GEMMs: which back end ran."""
+    ordered = sorted(events, key=lambda event: (event.time_range.start, -event.time_range.end))
+    families = _families(event for event in ordered if not _is_device_event(event))
+    launcher = _launchers(ordered)
+    times_us: dict[OpFamily, dict[str, float]] = {"attention": {}, "dense_gemm": {}, "expert_gemm": {}}
+    for event in ordered:
+        if _is_device_event(event) and not event.is_user_annotation:
+            of_family = times_us.get(families.get(launcher.get(event.id, 0)) or "elementwise")
+            if of_family is not None:
+                duration_us = event.time_range.end - event.time_range.start
+                of_family[event.name] = of_family.get(event.name, 0.0) + duration_us
+    return {family: max(own, key=lambda name: own[name]) for family, own in times_us.items() if own}
+
+
+def _launchers(ordered: Iterable[Any]) -> dict[int, int]:
+    """``id(event)`` of the driver call that started each kernel, by correlation id."""
+    return {event.id: id(event) for event in ordered if not _is_device_event(event) and event.name.startswith("cu")}
 
 
 def union_length(intervals: Iterable[Interval]) -> float:

@@ -10,10 +10,11 @@ import torch
 from moeplan.errors import RunFailedError
 from moeplan.executor.data import TokenSource
 from moeplan.executor.dtypes import plan_dtypes
-from moeplan.executor.measure import StepTimer, StepTrace, peak_device_bytes
+from moeplan.executor.measure import PeakBytes, StepTimer, StepTrace, peak_device_bytes
 from moeplan.executor.mesh import Mesh
 from moeplan.executor.model import Transformer
 from moeplan.executor.optimizer import ChainedOptimizer, gather_scalars, learning_rate
+from moeplan.executor.power import PowerSamples
 from moeplan.plan import Plan
 from moeplan.results import FamilyTime
 from moeplan.run_config import RunConfig
@@ -32,12 +33,18 @@ class StepResult:
 
 @dataclass
 class TrainingRecord:
-    """What a run leaves behind on one rank. ``step_times_s`` are of every step; the peak is of those not traced."""
+    """What a run leaves behind on one rank. ``step_times_s`` are of every step; the peak is of those not traced.
+
+    ``power`` has a sample after each timed step, ``kernels`` the longest-running kernel of some families; both are
+    empty on a CPU.
+    """
 
     losses: list[float] = field(default_factory=list)
     step_times_s: list[float] = field(default_factory=list)
-    peak_bytes: int = 0
+    peak_bytes: PeakBytes = field(default_factory=lambda: PeakBytes(0, 0))
     family_times: dict[OpFamily, FamilyTime] = field(default_factory=dict)
+    kernels: dict[OpFamily, str] = field(default_factory=dict)
+    power: PowerSamples = field(default_factory=PowerSamples)
 
 
 class Trainer:
@@ -55,7 +62,7 @@ class Trainer:
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         for micro_batch in range(first, first + plan.num_micro_batches):
             tokens, targets = self.tokens.batch(number, micro_batch * plan.mbs, plan.mbs)
-            loss = self.model(tokens.to(self.device), targets.to(self.device)) / plan.tokens_per_step
+            loss = self.model(self._moved(tokens), self._moved(targets)) / plan.tokens_per_step
             loss.backward()
             loss_sum += loss.detach()
         losses = gather_scalars(loss_sum, self.mesh.dp_cp)
@@ -67,6 +74,10 @@ class Trainer:
         for router in self.model.routers():
             router.update_bias()
         return StepResult(sum(losses), norm)
+
+    def _moved(self, ids: torch.Tensor) -> torch.Tensor:
+        """Token ids on the device. Pinned, or the host would wait there for the micro-batch before."""
+        return ids.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else ids
 
     def _check_finite(self, what: str, values: list[float], number: int, ranks: tuple[int, ...]) -> None:
         for rank, value in zip(ranks, values, strict=True):
@@ -88,12 +99,15 @@ def train(trainer: Trainer, report: Progress) -> TrainingRecord:
     trace = StepTrace(trainer.device) if run.profile_steps else None
     for number in range(first_traced):
         _timed_step(trainer, number, timer, record, report)
+        if number >= run.warmup_steps_untimed:
+            record.power.sample(trainer.device)
     record.peak_bytes = peak_device_bytes(trainer.device)  # a trace of a step takes memory of its own
     with trace or nullcontext():
         for number in range(first_traced, run.steps):
             _timed_step(trainer, number, timer, record, report)
     if trace is not None:
         record.family_times = trace.family_times(run.profile_steps)
+        record.kernels = trace.kernels()
     record.step_times_s = timer.all_times_s
     return record
 

@@ -20,7 +20,7 @@ from moeplan.errors import InvalidInputError, MoeplanError
 from moeplan.executor.check import check_run, check_supported, check_world
 from moeplan.executor.data import open_tokens
 from moeplan.executor.failure import LAUNCHER_VARIABLE, Failure, FailureKind, now_s, write_failure, write_process_id
-from moeplan.executor.measure import device_bytes, reset_peak_resident
+from moeplan.executor.measure import reset_peak_resident, resident_bytes
 from moeplan.executor.measurement import gather_figures, make_figures, measure_rank
 from moeplan.executor.mesh import build_mesh
 from moeplan.executor.train import Trainer, train
@@ -76,13 +76,13 @@ def run_rank(plan_path: Path, run_path: Path | None, out_path: Path) -> None:
     _start_processes(device)
     try:
         mesh = build_mesh(plan.folding, rank)
-        framework_bytes = device_bytes(device)
+        resident_before_bytes = resident_bytes()
         trainer = Trainer(plan, run, mesh, tokens, device)
         _reset_peak(device)
         record = train(trainer, _report if rank == 0 else _ignore)
-        ranks = gather_figures(measure_rank(trainer, record, framework_bytes), mesh)
+        ranks = gather_figures(measure_rank(trainer, record, resident_before_bytes), mesh)
         if rank == 0:
-            figures = make_figures(plan, run, ranks, record.losses, device)
+            figures = make_figures(plan, run, ranks, record, device)
             write_text_atomically(out_path, figures.model_dump_json(indent=2) + "\n")
         dist.barrier()
     finally:

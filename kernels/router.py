@@ -37,9 +37,11 @@ class Routing:
 
 
 def router_logits(x_TH: Tensor, weight_EH: Tensor) -> Tensor:
-    """logits_TE in fp32 at least, whatever the dtype of x and weight."""
-    dtype = torch.promote_types(x_TH.dtype, torch.float32)
-    return F.linear(x_TH.to(dtype), weight_EH.to(dtype))
+    """logits_TE in fp32 at least of x and weight of one dtype; both are kept as they are for backward."""
+    if x_TH.dtype in (torch.bfloat16, torch.float16):
+        logits_TE: Tensor = _HalfLogits.apply(x_TH, weight_EH)
+        return logits_TE
+    return F.linear(x_TH, weight_EH)
 
 
 def route(logits_TE: Tensor, options: RouterOptions, bias_E: Tensor | None = None) -> Routing:
@@ -105,6 +107,26 @@ def z_loss(logits_TE: Tensor, coeff: float) -> Tensor:
 def updated_bias(bias_E: Tensor, num_copies_E: Tensor, rate: float) -> Tensor:
     """Bias after one step of aux-free balancing: bias + rate * sign(mean load - load), loads summed over all ranks."""
     return bias_E + rate * torch.sign(num_copies_E.mean() - num_copies_E)
+
+
+class _HalfLogits(torch.autograd.Function):
+    """Logits in fp32 of 16-bit x and weight, whose products fp32 holds exactly.
+
+    Gradients are products in 16 bits: those of x and weight are rounded to that anyway.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x_TH: Tensor, weight_EH: Tensor) -> Tensor:
+        ctx.save_for_backward(x_TH, weight_EH)
+        if x_TH.is_cuda:
+            return torch.mm(x_TH, weight_EH.t(), out_dtype=torch.float32)
+        return F.linear(x_TH.float(), weight_EH.float())
+
+    @staticmethod
+    def backward(ctx: Any, grad_TE: Tensor) -> tuple[Tensor, Tensor]:
+        x_TH, weight_EH = ctx.saved_tensors
+        grad_TE = grad_TE.to(x_TH.dtype)
+        return grad_TE @ weight_EH, grad_TE.t() @ x_TH
 
 
 def attach_loss(x: Tensor, loss: Tensor, scale: float = 1.0) -> Tensor:

@@ -158,14 +158,19 @@ def run(  # noqa: PLR0917 - typer: one parameter per option
 
 @app.command()
 def calibrate(
-    processes: Annotated[int, typer.Option("--processes", min=1, help="Measure with this many running at once.")] = 1,
-    out: Annotated[Path, typer.Option("--out", help="Profile TOML to write.")] = Path("cpu-host.toml"),
+    processes: Annotated[
+        int, typer.Option("--processes", min=1, help="Measure with this many running at once; on CUDA one a GPU.")
+    ] = 1,
+    device: Annotated[str, typer.Option("--device", help="auto (a GPU where there is one), cpu or cuda.")] = "auto",
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Profile TOML to write; default its name: cpu-host.toml, h200.toml.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Measure this machine and write its hardware profile."""
     from moeplan.cli.calibrate import run_calibrate
 
-    run_calibrate(processes, out, as_json)
+    run_calibrate(processes, device, out, as_json)
 
 
 @models_app.callback()

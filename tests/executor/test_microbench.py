@@ -105,25 +105,31 @@ def test_the_inner_overhead_is_never_negative() -> None:
 @pytest.mark.parametrize("num_processes", [0, -1, 65])
 def test_a_number_of_processes_out_of_range_is_refused(num_processes: int) -> None:
     with pytest.raises(InvalidInputError, match=f"processes: got {num_processes}, allowed: 1 to 64"):
-        microbench.calibrate(num_processes)
+        microbench.calibrate(num_processes, device="cpu")
 
 
 def test_other_devices_are_refused_with_the_way_out() -> None:
-    with pytest.raises(InvalidInputError, match="device: got 'cuda', allowed: cpu") as caught:
-        microbench.calibrate(1, device="cuda")
-    assert "base" in caught.value.hint
+    with pytest.raises(InvalidInputError, match="device: got 'tpu', allowed: auto, cpu, cuda"):
+        microbench.calibrate(1, device="tpu")
+
+
+def test_more_processes_than_gpus_are_refused() -> None:
+    num_gpus = torch.cuda.device_count()
+    with pytest.raises(InvalidInputError, match=f"{num_gpus + 1} processes on {num_gpus} GPUs") as caught:
+        microbench.calibrate(num_gpus + 1, device="cuda")
+    assert "--device cpu" in caught.value.hint
 
 
 def test_a_process_that_fails_is_named_with_its_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(microbench, "WORKER", "moeplan.executor.no_such_module")
+    monkeypatch.setitem(microbench.WORKERS, "cpu", "moeplan.executor.no_such_module")
     with pytest.raises(RunFailedError, match=r"rank 0: .*No module named moeplan\.executor\.no_such_module"):
-        microbench.calibrate(2)
+        microbench.calibrate(2, device="cpu")
 
 
 @pytest.mark.slow
 def test_this_machine_with_three_processes(tmp_path: Path) -> None:
     parts: list[str] = []
-    profile = microbench.calibrate(3, progress=parts.append)
+    profile = microbench.calibrate(3, device="cpu", progress=parts.append)
     assert parts[0] == "allocator, 3 processes"
     assert len(parts) == 7
     assert {(curve.collective, curve.num_ranks) for curve in profile.collectives} == {

@@ -135,4 +135,20 @@ def test_an_attached_loss_reaches_its_inputs_with_its_scale() -> None:
 def test_logits_are_fp32_at_least() -> None:
     x_TH, weight_EH = torch.ones(2, 3), torch.ones(4, 3)
     assert router_logits(x_TH.bfloat16(), weight_EH.bfloat16()).dtype == torch.float32
-    assert router_logits(x_TH.double(), weight_EH).dtype == torch.float64
+    assert router_logits(x_TH.double(), weight_EH.double()).dtype == torch.float64
+
+
+def test_logits_of_half_precision_are_exact_and_their_gradients_close() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x_TH = torch.randn(64, 32, generator=generator).bfloat16().requires_grad_()
+    weight_EH = torch.randn(8, 32, generator=generator).bfloat16().requires_grad_()
+    direction_TE = torch.randn(64, 8, generator=generator)
+    logits_TE = router_logits(x_TH, weight_EH)
+    exact = [tensor.detach().double().requires_grad_() for tensor in (x_TH, weight_EH)]
+    expected_TE = router_logits(*exact)
+    torch.testing.assert_close(logits_TE.double(), expected_TE, rtol=1e-5, atol=1e-5)
+    got = torch.autograd.grad((logits_TE * direction_TE).sum(), (x_TH, weight_EH))
+    expected = torch.autograd.grad((expected_TE * direction_TE).sum(), exact)
+    for one, other in zip(got, expected, strict=True):
+        assert one.dtype == torch.bfloat16
+        assert float((one - other).norm() / other.norm()) < 1e-2
