@@ -108,7 +108,7 @@ class Moe(Record):
 
 
 class ModelSpec(Record):
-    """A whole model. Layers are numbered from 0; MTP layers follow the decoder and have its last layer's kind."""
+    """A whole model. Layers are numbered from 0; MTP layers follow the decoder."""
 
     name: str
     num_layers: PositiveInt
@@ -155,8 +155,8 @@ class ModelSpec(Record):
 
     @property
     def mtp_kind(self) -> LayerKind:
-        """Kind of an MTP layer: that of the last decoder layer."""
-        return self.layer_kinds[-1]
+        """Kind of an MTP layer: MoE where the model has experts."""
+        return "dense" if self.moe is None else "moe"
 
     @property
     def is_gated(self) -> bool:
