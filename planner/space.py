@@ -7,6 +7,7 @@ from itertools import chain, combinations, product
 from typing import Any
 
 from moeplan.errors import InvalidInputError
+from moeplan.hwprofiles.schema import DispatchBackend, HardwareProfile
 from moeplan.layout import PipelineLayout, balanced_layout
 from moeplan.legality import violations
 from moeplan.model_spec import MlaAttention, ModelSpec
@@ -14,7 +15,7 @@ from moeplan.plan import Plan
 from moeplan.planner.request import SearchRequest
 from moeplan.point import Point
 from moeplan.simulator.stack import SoftwareStack
-from moeplan.vocabulary import RecomputeModule
+from moeplan.vocabulary import PrecisionName, RecomputeModule
 
 MESH_AXES = ("tp", "cp", "pp", "etp", "ep")
 # Report section 10.2: context parallelism from 8K tokens on, and no less than 4K tokens a rank.
@@ -27,6 +28,16 @@ MAX_TP, MAX_MBS, MAX_VP = 8, 8, 16
 CHEAP_MODULES: tuple[RecomputeModule, ...] = ("layernorm", "moe_act", "mla_up_proj", "shared_experts")
 EXCLUDE_EP_OVERLAP: tuple[RecomputeModule, ...] = ("full", "moe")
 RecomputeSet = tuple[RecomputeModule, ...]
+# Plan fields that search takes from the stack's recipes.
+STACK_FEATURES = (
+    "cuda_graph",
+    "ep_overlap",
+    "delay_wgrad",
+    "fused_grouped_mlp",
+    "permute_fusion",
+    "router_fusion",
+    "tp_comm_overlap",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +109,7 @@ def default_space(request: SearchRequest) -> Space:
         etp=_pinned(fixed, "etp") or (None if model.moe else (1,)),
         ep=_pinned(fixed, "ep") or tuple(value for value in divisors(experts, gpus) if gpus % value == 0),
         mbs=_pinned(fixed, "mbs") or powers_of_two(MAX_MBS),
-        precision=_pinned(fixed, "precision") or _precisions(request),
+        precision=_pinned(fixed, "precision") or precisions_of(stack, request.profile),
         dispatcher=_dispatchers(request),
         recompute=_pinned(fixed, "recompute") or recompute_sets(model, stack),
     )
@@ -108,14 +119,14 @@ def _pinned(fixed: dict[str, Any], key: str) -> tuple[Any, ...]:
     return (fixed[key],) if key in fixed else ()
 
 
-def _precisions(request: SearchRequest) -> tuple[str, ...]:
-    profile, stack = request.profile, request.stack
-    native = ("fp32",) if profile.device == "cpu" else ("bf16",)
-    usable = tuple(name for name in stack.precisions if name in (*native, *profile.low_precision))
+def precisions_of(stack: SoftwareStack, profile: HardwareProfile) -> tuple[PrecisionName, ...]:
+    """Recipes that both the stack and the device execute."""
+    native = "fp32" if profile.device == "cpu" else "bf16"
+    usable = tuple(name for name in stack.precisions if name in (native, *profile.low_precision))
     if not usable:
         raise InvalidInputError(
             f"stack {stack.name} runs {', '.join(stack.precisions)}; {profile.name} runs "
-            f"{', '.join((*native, *profile.low_precision))}",
+            f"{', '.join((native, *profile.low_precision))}",
             "choose another --stack or --hardware",
         )
     return usable
@@ -130,7 +141,7 @@ def _dispatchers(request: SearchRequest) -> tuple[str, ...]:
     wanted = tuple(
         name
         for name in known
-        if all(request.fixed.get(key, value) == value for key, value in _dispatch_fields(name).items())
+        if all(request.fixed.get(key, value) == value for key, value in dispatch_fields(name).items())
     )
     if not wanted:
         pins = ", ".join(
@@ -192,7 +203,7 @@ def families(request: SearchRequest, space: Space, tally: Tally) -> Iterator[lis
                 continue
             for vp in space.vp or vp_values(request.model, pp):
                 for precision, dispatcher in product(space.precision, space.dispatcher):
-                    chosen = degrees | {"vp": vp, "precision": precision} | _dispatch_fields(dispatcher)
+                    chosen = degrees | {"vp": vp, "precision": precision} | dispatch_fields(dispatcher)
                     yield list(_legal(request, space, chosen, tally))
 
 
@@ -206,7 +217,8 @@ def _mesh_problem(num_gpus: int, degrees: dict[str, int]) -> str:
     return ""
 
 
-def _dispatch_fields(backend: str) -> dict[str, Any]:
+def dispatch_fields(backend: str) -> dict[str, Any]:
+    """Plan fields that choose an exchange back end."""
     return {"dispatcher": "alltoall"} if backend == "alltoall" else {"dispatcher": "flex", "flex_backend": backend}
 
 
@@ -242,27 +254,22 @@ def make_point(request: SearchRequest, chosen: dict[str, Any]) -> Point:
         "global_batch_size": request.global_batch_size,
     }
     wide = {"grad_dtype": "fp64", "moment_dtype": "fp64"} if chosen.get("precision") == "fp64" else {}
-    set_by_stack = stack_features(request, chosen) if "precision" in chosen else {}
+    set_by_stack: dict[str, Any] = {}
+    if "precision" in chosen:
+        set_by_stack = stack_features(request.stack, request.model, request.profile, request.fixed | chosen)
     return Point(**(defaults | set_by_stack | sizes | wide | request.fixed | chosen | {"recompute": ()}))
 
 
-def stack_features(request: SearchRequest, chosen: dict[str, Any]) -> dict[str, Any]:
-    """Overlap, graphs and fusions that the stack's recipes switch on, as far as the degrees allow them."""
-    backend = "alltoall" if chosen["dispatcher"] == "alltoall" else chosen["flex_backend"]
-    found = request.stack.features_of(request.model, request.profile, chosen["precision"], backend)
-    names = (
-        "cuda_graph",
-        "ep_overlap",
-        "delay_wgrad",
-        "fused_grouped_mlp",
-        "permute_fusion",
-        "router_fusion",
-        "tp_comm_overlap",
-    )
-    stated = {name: getattr(found, name) for name in names if getattr(found, name) is not None}
-    degrees = request.fixed | chosen
-    if degrees["ep"] == 1 or (degrees["pp"] > 1 and degrees["vp"] == 1):
+def stack_features(
+    stack: SoftwareStack, model: ModelSpec, profile: HardwareProfile, chosen: dict[str, Any]
+) -> dict[str, Any]:
+    """Overlap, graphs and fusions that the stack's recipes switch on, as far as the degrees in ``chosen`` allow."""
+    backend: DispatchBackend = "alltoall" if chosen["dispatcher"] == "alltoall" else chosen["flex_backend"]
+    found = stack.features_of(model, profile, chosen["precision"], backend)
+    stated = {name: Plan.model_fields[name].default for name in STACK_FEATURES}
+    stated |= {name: getattr(found, name) for name in STACK_FEATURES if getattr(found, name) is not None}
+    if chosen["ep"] == 1 or (chosen["pp"] > 1 and chosen["vp"] == 1):
         stated |= {"ep_overlap": False, "delay_wgrad": False}
-    if degrees["tp"] == 1:
+    if chosen["tp"] == 1:
         stated["tp_comm_overlap"] = False
     return stated

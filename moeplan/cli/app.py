@@ -97,6 +97,19 @@ def predict(  # noqa: PLR0917 - typer: one parameter per option
 
 
 @app.command()
+def explain(
+    plan: PlanFile,
+    ablate: Annotated[bool, typer.Option("--ablate", help="Leave out one technique at a time.")] = False,
+    hardware: Annotated[str, typer.Option("--hardware", help="Use this profile instead of the plan's.")] = "",
+    as_json: Json = False,
+) -> None:
+    """Show why a plan is as it is: what each changed axis would do to step time and memory."""
+    from moeplan.cli.explain import run_explain
+
+    run_explain(plan, hardware, ablate=ablate, as_json=as_json)
+
+
+@app.command()
 def compare(
     first: Annotated[Path, typer.Argument(help="Plan TOML, prediction or measurement JSON, or lock.")],
     second: Annotated[Path, typer.Argument(help="The same kind of thing, later or otherwise.")],

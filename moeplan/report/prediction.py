@@ -10,10 +10,19 @@ from moeplan.units import format_bytes, format_seconds
 
 def print_prediction(plan: Plan, profile: HardwareProfile, predicted: Figures) -> None:
     """Headline figures, the memory wall by rank, time by op family, doubts."""
+    print_headline(plan, profile, predicted)
     console = out_console()
-    console.print(
-        f"plan {plan.plan_id}: {plan.model.name} on {plan.num_gpus} x {profile.name}, stack {predicted.stack}"
-    )
+    console.print(memory_table(predicted))
+    console.print(time_table(predicted))
+    for note in predicted.notes:
+        console.print(f"note: {note}")
+
+
+def print_headline(plan: Plan, profile: HardwareProfile, predicted: Figures) -> None:
+    """What is predicted of which plan, and whether it fits."""
+    console = out_console()
+    machine = f"{plan.num_gpus} x {profile.name}, stack {predicted.stack}"
+    console.print(f"plan {plan.plan_id}: {plan.model.name} on {machine}")
     console.print(f"layout {plan.layout}, {plan.num_micro_batches} micro-batches of {plan.mbs} x {plan.seq_len}")
     console.print(
         f"step {format_seconds(predicted.step_s)} +- {100 * predicted.error_bar_frac:.0f} %, "
@@ -25,7 +34,3 @@ def print_prediction(plan: Plan, profile: HardwareProfile, predicted: Figures) -
         f"memory {format_bytes(predicted.peak_memory_bytes)} of {format_bytes(usable)} on pipeline rank "
         f"{predicted.peak_rank}: {verdict}"
     )
-    console.print(memory_table(predicted))
-    console.print(time_table(predicted))
-    for note in predicted.notes:
-        console.print(f"note: {note}")

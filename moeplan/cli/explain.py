@@ -1,0 +1,36 @@
+"""``moeplan explain``."""
+
+from pathlib import Path
+from typing import Any
+
+from moeplan.cli.inputs import load_machine, load_plan
+from moeplan.planner.explain import Variant, ablations, neighbours
+from moeplan.report.explain import print_variants
+from moeplan.report.output import print_json
+from moeplan.report.prediction import print_headline
+from moeplan.simulator.predict import predict
+
+
+def run_explain(path: Path, hardware: str, *, ablate: bool, as_json: bool) -> None:
+    """Print what each changed axis, or each missing technique, would do to the walls of a plan."""
+    plan = load_plan(path)
+    profile, stack = load_machine(plan, hardware)
+    base = predict(plan, profile, stack)
+    variants = (ablations if ablate else neighbours)(plan, profile, stack)
+    if as_json:
+        print_json(
+            {
+                "plan_id": plan.plan_id,
+                "predicted": base.model_dump(mode="json"),
+                "variants": [_as_json(one) for one in variants],
+            }
+        )
+        return
+    print_headline(plan, profile, base)
+    title = "Without one technique at a time" if ablate else "One step along each axis"
+    print_variants(title, base, variants, profile.memory_bytes.value)
+
+
+def _as_json(variant: Variant) -> dict[str, Any]:
+    predicted = variant.predicted.model_dump(mode="json") if variant.predicted else None
+    return {"change": variant.change, "problem": variant.problem, "predicted": predicted}

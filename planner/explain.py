@@ -1,0 +1,99 @@
+"""Why a plan is as it is: what one changed axis, or one missing technique, would do to each wall."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from moeplan.hwprofiles.schema import HardwareProfile
+from moeplan.plan import Plan
+from moeplan.planner.space import dispatch_fields, precisions_of, stack_features, vp_values
+from moeplan.results import Figures
+from moeplan.simulator.predict import predict
+from moeplan.simulator.stack import SoftwareStack
+
+DEGREES = ("tp", "cp", "pp", "etp", "ep", "mbs")
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A plan with one thing changed. ``problem`` says why it cannot be, and then nothing is predicted."""
+
+    change: str
+    predicted: Figures | None
+    problem: str = ""
+
+
+def neighbours(plan: Plan, profile: HardwareProfile, stack: SoftwareStack) -> list[Variant]:
+    """The plan with each axis one step up and down; the layout and the degrees that follow are derived again."""
+    return [_variant(plan, change, fields, profile, stack) for change, fields in _steps(plan, profile, stack)]
+
+
+def ablations(plan: Plan, profile: HardwareProfile, stack: SoftwareStack) -> list[Variant]:
+    """The plan without one technique at a time, each where the plan has it; what depends on it goes too."""
+    changes: dict[str, dict[str, Any]] = {
+        "without overlap": {
+            "ep_overlap": False,
+            "delay_wgrad": False,
+            "shared_expert_overlap": False,
+            "tp_comm_overlap": False,
+            "overlap_grad_reduce": False,
+            "overlap_param_gather": False,
+        },
+        "without low precision": {"precision": "bf16", "fp8_primary_weights": False, "fp8_attention": False},
+        "without CUDA graphs": {"cuda_graph": ()},
+        "without a deduplicating dispatcher": {"dispatcher": "alltoall", "dispatch_sms": 0, "cuda_graph": ()},
+    }
+    return [
+        _variant(plan, name, fields | {"layout": plan.layout}, profile, stack)
+        for name, fields in changes.items()
+        if getattr(plan, next(iter(fields))) != next(iter(fields.values()))
+    ]
+
+
+def _steps(plan: Plan, profile: HardwareProfile, stack: SoftwareStack) -> Iterator[tuple[str, dict[str, Any]]]:
+    for axis in DEGREES:
+        value = getattr(plan, axis)
+        for other in (value // 2, value * 2):
+            if other:
+                yield f"{axis} {value} -> {other}", {axis: other} | ({"vp": 1} if axis == "pp" and other == 1 else {})
+    ladder = vp_values(plan.model, plan.pp)
+    fewer, more = [vp for vp in ladder if vp < plan.vp], [vp for vp in ladder if vp > plan.vp]
+    for other in (*fewer[-1:], *more[:1]):
+        yield f"vp {plan.vp} -> {other}", {"vp": other}
+    for change, fields in (*_precisions(plan, profile, stack), *_dispatchers(plan, stack)):
+        chosen = plan.point.as_dict() | fields
+        yield change, fields | stack_features(stack, plan.model, profile, chosen) | {"layout": plan.layout}
+    for module in stack.recompute:
+        if module in plan.recompute:
+            change, kept = f"no recompute of {module}", set(plan.recompute) - {module}
+        else:
+            change, kept = f"recompute {module}", {module} if module == "full" else {*plan.recompute, module} - {"full"}
+        yield change, {"recompute": tuple(kept), "layout": plan.layout}
+
+
+def _precisions(plan: Plan, profile: HardwareProfile, stack: SoftwareStack) -> Iterator[tuple[str, dict[str, Any]]]:
+    for precision in precisions_of(stack, profile):
+        if precision != plan.precision:
+            yield f"precision {plan.precision} -> {precision}", {"precision": precision}
+
+
+def _dispatchers(plan: Plan, stack: SoftwareStack) -> Iterator[tuple[str, dict[str, Any]]]:
+    own = stack.dispatch_backend(plan.point)
+    for backend in stack.dispatchers if plan.model.moe else ():
+        if backend != own:
+            yield f"dispatcher {own} -> {backend}", dispatch_fields(backend)
+
+
+def _variant(
+    plan: Plan, change: str, fields: dict[str, Any], profile: HardwareProfile, stack: SoftwareStack
+) -> Variant:
+    try:
+        changed = plan.replace(**fields)
+    except ValidationError as error:
+        return Variant(change, None, error.errors()[0]["msg"].removeprefix("Value error, "))
+    refused = next(stack.violations(changed.model, changed.point), None)
+    if refused:
+        return Variant(change, None, refused[1])
+    return Variant(change, predict(changed, profile, stack))
