@@ -22,7 +22,7 @@ from moeplan.simulator.stack import SoftwareStack
 from moeplan.simulator.step_model import StepModel
 
 Array = NDArray[np.float64]
-ROBUST_SCALE = 0.06  # about the errors aimed at: larger ones pull less than their square
+ROBUST_SCALE = 0.03  # about the noise of published runs: larger errors pull less than their square
 PRIOR_WEIGHT = 0.05  # pull of a whole range towards the start, against one group off by as much
 NUM_STEPS = 3  # the model is close to linear in its constants; further steps change the last digit
 REF = "moeplan fit, published training runs"

@@ -30,18 +30,17 @@ class FitConstant:
         return not self.names or name in self.names
 
 
-HOPPER, HGX_BLACKWELL, RACK_BLACKWELL = ("h100", "h200"), ("b200", "b300"), ("gb200", "gb300")
+HOPPER, HGX_BLACKWELL = ("h100", "h200"), ("b200", "b300")
 SUSTAINED = "GEMM rate of a training step over a burst reading, under the power limit"
 FIT_CONSTANTS: tuple[FitConstant, ...] = (
     FitConstant("sustained_frac", "profile", HOPPER, "fraction", 0.6, 1.0, SUSTAINED),
     FitConstant("sustained_frac", "profile", HGX_BLACKWELL, "fraction", 0.6, 1.0, SUSTAINED),
     FitConstant("sustained_frac", "profile", ("gb200",), "fraction", 0.6, 1.0, SUSTAINED),
     FitConstant("sustained_frac", "profile", ("gb300",), "fraction", 0.6, 1.0, SUSTAINED),
-    FitConstant("launch_s", "profile", (*HOPPER, *HGX_BLACKWELL), "s", 4e-6, 3e-5, "host time an eager kernel, x86"),
-    FitConstant("launch_s", "profile", RACK_BLACKWELL, "s", 4e-6, 4e-5, "host time of an eager kernel, Grace"),
+    FitConstant("launch_s", "profile", (), "s", 4e-6, 4e-5, "host time of an eager kernel"),
     FitConstant("grouped_gemm_frac", "stack", (), "fraction", 0.4, 1.0, "grouped GEMM an expert at a time over dense"),
-    FitConstant("device_grouped_gemm_frac", "stack", (), "fraction", 0.6, 1.0, "one grouped kernel over dense"),
-    FitConstant("elementwise_factor", "stack", (), "ratio", 0.8, 2.0, "element-wise traffic over ideal fusion"),
+    FitConstant("fp8_gemm_frac", "stack", (), "fraction", 0.6, 1.1, "per-tensor FP8 GEMM over the best shapes' ratio"),
+    FitConstant("elementwise_factor", "stack", (), "ratio", 0.8, 3.0, "element-wise traffic over ideal fusion"),
     FitConstant("stop_launches", "stack", (), "launches", 0.0, 120.0, "host work at a dispatch before the next kernel"),
     FitConstant("unfused_permute_factor", "stack", (), "ratio", 1.5, 12.0, "the same without the fused kernel"),
     FitConstant("overlap_frac", "stack", (), "fraction", 0.3, 1.0, "part of what could hide that hides"),

@@ -164,7 +164,7 @@ def _memory_fields(row: PublishedRow, features: Features, stack: SoftwareStack) 
         **_offload(row.text("offload"), features),
         "sharding": "full" if row.text("fsdp") not in ("", "0") else "optimizer",
         "grad_dtype": _float_type(row, "grad_dtype", "bf16" if is_bridge else "fp32"),
-        "moment_dtype": _float_type(row, "moment_dtype", "fp32"),
+        "moment_dtype": _float_type(row, "moment_dtype", features.moment_dtype or "fp32"),
         "fp8_primary_weights": bool(row.flag("fp8_primary_weights")) and low,
         "fp8_attention": bool(row.flag("fp8_attention")) and low,
     }

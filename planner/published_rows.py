@@ -104,10 +104,15 @@ def read_published_rows(path: Path) -> tuple[list[PublishedRow], list[tuple[int,
 
     Raises InvalidInputError where the file is no such table at all.
     """
+    return read_table(path, REQUIRED_COLUMNS)
+
+
+def read_table(path: Path, columns: tuple[str, ...]) -> tuple[list[PublishedRow], list[tuple[int, str]]]:
+    """As :func:`read_published_rows`, for any CSV table that has ``columns``."""
     lines = csv.reader(io.StringIO(read_text(path), newline=""))
     try:
         header = next(lines, [])
-        _check_header(header, path)
+        _check_header(header, columns, path)
         rows: list[PublishedRow] = []
         bad: list[tuple[int, str]] = []
         for line, cells in _numbered(lines):
@@ -126,8 +131,8 @@ def _numbered(lines: "csv._reader") -> Iterator[tuple[int, list[str]]]:  # type:
             yield lines.line_num, cells
 
 
-def _check_header(header: list[str], path: Path) -> None:
-    missing = [column for column in REQUIRED_COLUMNS if column not in header]
+def _check_header(header: list[str], columns: tuple[str, ...], path: Path) -> None:
+    missing = [column for column in columns if column not in header]
     if missing:
         raise InvalidInputError(
             f"{path}: no column {', '.join(missing)}", "the first line names the columns of a table of measured runs"

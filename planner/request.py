@@ -16,8 +16,9 @@ PINNABLE = (
     "tp", "cp", "pp", "vp", "etp", "ep", "mbs", "layout", "precision", "recompute", "dispatcher", "flex_backend",
     "memory_efficient_permutation", "sharding", "grad_dtype", "moment_dtype", "micro_batch_group_size",
     "overlap_grad_reduce", "overlap_param_gather", "ep_overlap", "delay_wgrad", "shared_expert_overlap",
-    "dispatch_sms", "routing", "cuda_graph", "fused_grouped_mlp", "permute_fusion", "router_fusion", "fp8_primary_weights", "fp8_attention",
-    "tp_comm_overlap", "offload_layers", "offload_modules", "offload_optimizer_states", "optimizer_cpu_frac",
+    "dispatch_sms", "routing", "cuda_graph", "fused_grouped_mlp", "permute_fusion", "router_fusion",
+    "fp8_primary_weights", "fp8_attention", "tp_comm_overlap", "offload_layers", "offload_modules",
+    "offload_optimizer_states", "optimizer_cpu_frac",
 )  # fmt: skip
 
 # Left free by default: memory predictions of published runs are within 2 % at the median, and allocators need room.

@@ -13,11 +13,9 @@ from moeplan.hwprofiles.schema import HardwareProfile
 from moeplan.plan import Plan
 from moeplan.planner.published_plan import find_stack, hardware_name, plan_of
 from moeplan.planner.published_rows import CellError, PublishedRow
-from moeplan.simulator.memory import peak_memory_bytes
+from moeplan.simulator.memory import READINGS, Reading, peak_memory_bytes, peak_of_reading
 from moeplan.simulator.predict import step_times
 from moeplan.simulator.stack import SoftwareStack, load_stack
-
-MEASURED_BEYOND_ALLOCATED = ("reserved", "device")  # kinds of memory reading that hold the allocator's reserve
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,22 +86,24 @@ def predicted_step_s(case: Case, profile: HardwareProfile, stack: SoftwareStack)
 def _memory(case: Case, profile: HardwareProfile, stack: SoftwareStack) -> tuple[float, float | None]:
     """Peak memory, and its error against a published one of a stated kind.
 
-    Readings of allocated memory hold neither the allocator's reserve nor the framework's overhead.
+    Readings of allocated memory hold neither the allocator's reserve nor what is outside it, those of reserved memory
+    only the reserve.
     """
-    from moeplan.simulator.memory import memory_by_rank  # noqa: PLC0415
-
     plan = case.plan
     peak = peak_memory_bytes(plan.model, plan.point, stack, profile)
     published_gb = case.row.number("memory_gb")
     if published_gb is None or case.row.text("memory_usable") != "1":
         return peak, None
-    compared = peak
-    kind = case.row.text("memory_kind")
-    if not any(word in kind for word in MEASURED_BEYOND_ALLOCATED):
-        categories = memory_by_rank(plan.model, plan.point, stack, profile)
-        held = [values for name, values in categories.items() if name != "framework"]
-        compared = max(sum(column) for column in zip(*held, strict=True))
+    compared = peak_of_reading(plan.model, plan.point, stack, profile, reading_of(case.row.text("memory_kind")))
     return peak, compared / (published_gb * 1e9) - 1
+
+
+def reading_of(written: str) -> Reading:
+    """Which counter a description of a memory reading names; allocated where it names none."""
+    for reading in READINGS:
+        if reading in written:
+            return reading
+    return "allocated"
 
 
 @dataclass(frozen=True, slots=True)

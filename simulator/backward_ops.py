@@ -84,11 +84,19 @@ def _gemm_backward(op: Op, after: tuple[str, ...], shape: OpShape, stack: StackT
     data = replace(op, name=f"{op.name}.dgrad", phase="dgrad", cols=op.inner, inner=op.cols, after=after)
     weights = op.num_groups * op.inner * op.cols
     grads = MAIN_GRAD_PASSES * weights * shape.grad_bytes
+    # A tile's gradients are added when its products are done, so this comes on top of either bound.
     # Outputs of this GEMM are the main gradients (or, unfused, a copy that is then added to them), not activations.
     unfused = 0.0 if stack.fused_grad_accumulation else 2 * weights * shape.element_bytes
     inputs = op.hbm_bytes - op.num_groups * op.rows * op.cols * shape.element_bytes
-    moved = inputs + grads + unfused
+    moved = inputs + unfused
     weight = replace(
-        op, name=f"{op.name}.wgrad", phase="wgrad", rows=op.inner, inner=op.rows, hbm_bytes=moved, after=after
+        op,
+        name=f"{op.name}.wgrad",
+        phase="wgrad",
+        rows=op.inner,
+        inner=op.rows,
+        hbm_bytes=moved,
+        epilogue_hbm_bytes=grads,
+        after=after,
     )
     return [data, weight]

@@ -32,14 +32,18 @@ def _gemm(op: Op, profile: HardwareProfile) -> Cost:
 
 def _grouped_gemm(op: Op, profile: HardwareProfile) -> Cost:
     seconds, rate = grouped_seconds(
-        profile, op.dtype, op.backend, (op.rows, op.cols, op.inner), op.num_groups, op.rate_frac
+        profile, op.dtype, op.backend, (op.rows, op.cols, op.inner), op.num_groups, rate_frac=op.rate_frac
     )
     return _roofline(op, profile, Cost(seconds, "compute", rate.source, rate.error_frac, rate.note))
 
 
 def _roofline(op: Op, profile: HardwareProfile, compute: Cost) -> Cost:
     memory = _memory(op, profile)
-    return compute if compute.seconds >= memory.seconds else memory
+    larger = compute if compute.seconds >= memory.seconds else memory
+    if not op.epilogue_hbm_bytes:
+        return larger
+    rate = profile.hbm_bytes_per_s.value * profile.hbm_efficiency_frac.value
+    return replace(larger, seconds=larger.seconds + op.epilogue_hbm_bytes / rate)
 
 
 def _memory(op: Op, profile: HardwareProfile) -> Cost:

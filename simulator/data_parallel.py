@@ -20,7 +20,6 @@ from moeplan.simulator.stack_time import StackTime
 from moeplan.units import DTYPE_BYTES
 from moeplan.vocabulary import PRECISIONS
 
-
 # NCCL's rings take 8 to 32 SMs (report section 1.7) of 132 to 152.
 COLLECTIVE_SM_FRAC = 0.12
 

@@ -109,7 +109,8 @@ def grouped_seconds(
     backend: str,
     shape: tuple[float, float, float],
     num_groups: int,
-    rate_frac: float,
+    *,
+    rate_frac: float = 1.0,
 ) -> tuple[float, Rate]:
     """Seconds of ``num_groups`` GEMMs of ``shape`` (rows, cols, inner) in one call, and the rate used.
 

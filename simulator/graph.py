@@ -6,7 +6,7 @@ difference is the host's.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import networkx as nx
 import numpy as np
@@ -16,11 +16,13 @@ from moeplan.hwprofiles.schema import HardwareProfile
 from moeplan.simulator.backward_ops import predecessors
 from moeplan.simulator.costs import cost
 from moeplan.simulator.host import host_seconds
-from moeplan.simulator.op import Op, OpRun
+from moeplan.simulator.op import Cost, Op, OpRun
 from moeplan.simulator.stack_time import StackTime
 from moeplan.vocabulary import OP_FAMILIES, CudaGraphScope, OpFamily
 
 Array = NDArray[np.float64]
+# Part of busy time that GEMMs take in a dense layer, where sustained rates are read (report section 1.2: about 70 %).
+FULL_POWER_DUTY = 0.75
 FAMILY_INDEX: dict[OpFamily, int] = {family: index for index, family in enumerate(OP_FAMILIES)}
 
 
@@ -62,7 +64,7 @@ def phase_time(
     seconds, the host's included, add up to the phase.
     """
     waits = predecessors(ops)
-    runs = _scheduled(ops, waits, profile)
+    runs = _scheduled(ops, _costs(ops, profile), waits)
     ordered = tuple(sorted(runs, key=lambda run: (run.start_s, run.end_s)))
     device_s = max((run.end_s for run in ordered), default=0.0)
     total, exposed = np.zeros(len(OP_FAMILIES)), np.zeros(len(OP_FAMILIES))
@@ -76,14 +78,36 @@ def phase_time(
     return PhaseTime(device_s + waiting_s, issued_s, total, exposed, ordered)
 
 
-def _scheduled(ops: Sequence[Op], waits: Mapping[str, tuple[str, ...]], profile: HardwareProfile) -> list[OpRun]:
+def _costs(ops: Sequence[Op], profile: HardwareProfile) -> list[Cost]:
+    """Costs of ops beside each other: GEMMs slow down to the sustained rate as they fill the time.
+
+    The power limit governs an average: a phase that computes half of the time runs its GEMMs nearer to the burst
+    rate, with s the sustained fraction and d the part of GEMMs at (1 - (1 - s) min(1, d / FULL_POWER_DUTY)).
+    """
+    costs = [cost(op, profile) for op in ops]
+    computing = [
+        op.kind in ("gemm", "grouped_gemm") and one.bound == "compute" for op, one in zip(ops, costs, strict=True)
+    ]
+    gemm_s = sum(one.seconds for one, is_gemm in zip(costs, computing, strict=True) if is_gemm)
+    busy_s = sum(one.seconds for one in costs)
+    if not gemm_s:
+        return costs
+    sustained = profile.sustained_frac.value
+    reached = 1 - (1 - sustained) * min(1.0, gemm_s / busy_s / FULL_POWER_DUTY)
+    return [
+        replace(one, seconds=one.seconds * sustained / reached) if is_gemm else one
+        for one, is_gemm in zip(costs, computing, strict=True)
+    ]
+
+
+def _scheduled(ops: Sequence[Op], costs: Sequence[Cost], waits: Mapping[str, tuple[str, ...]]) -> list[OpRun]:
     """Every op as early as it can run, in program order: what an op waits for stands before it."""
     end_s: dict[str, float] = {}
     free_s: dict[str, float] = {}
     runs = []
-    for op in ops:
+    for op, op_cost in zip(ops, costs, strict=True):
         start_s = max((end_s[earlier] for earlier in waits[op.name]), default=0.0)
-        run = OpRun(op, cost(op, profile), max(start_s, free_s.get(op.stream, 0.0)))
+        run = OpRun(op, op_cost, max(start_s, free_s.get(op.stream, 0.0)))
         end_s[op.name] = free_s[op.stream] = run.end_s
         runs.append(run)
     return runs

@@ -23,6 +23,11 @@ class LayerBuilder:
     shape: OpShape
     stack: SoftwareStack
 
+    def gemm_frac(self, dtype: str) -> float:
+        """Rate of the stack's GEMMs of that format over the machine's readings."""
+        time = self.stack.time
+        return time.gemm_frac.value * (time.fp8_gemm_frac.value if dtype == "fp8" else 1.0)
+
     def gemm(
         self,
         name: str,
@@ -37,14 +42,15 @@ class LayerBuilder:
     ) -> Op:
         """One linear layer: rows x inner by inner x cols; ``plain`` keeps it out of low precision."""
         rows, cols, inner = sizes
+        dtype = self.shape.plain_dtype if plain else self.shape.format.gemm_dtype
         low = self.shape.format.quantized_bytes
         in_bytes = self.shape.element_bytes if plain or low is None else low
         return Op(
             name=name,
             kind="gemm",
-            rate_frac=self.stack.time.gemm_frac.value,
+            rate_frac=self.gemm_frac(dtype),
             family=family,
-            dtype=self.shape.plain_dtype if plain else self.shape.format.gemm_dtype,
+            dtype=dtype,
             rows=rows,
             cols=cols,
             inner=inner,
@@ -106,7 +112,10 @@ class LayerBuilder:
         """All-gather or reduce-scatter of gathered tokens x ``width`` over the tp group; none where tp is 1."""
         if self.shape.tp == 1:
             return []
-        num_bytes = self.shape.gathered_tokens * width * self.shape.element_bytes
+        low, wide = self.shape.format.quantized_bytes, self.shape.element_bytes
+        # What is gathered feeds a linear, which takes it quantized; sums are kept wide.
+        each = low if low is not None and kind == "all_gather" else wide
+        num_bytes = self.shape.gathered_tokens * width * each
         if self.shape.tp_comm_overlap:  # the GEMM beside it starts, or ends, with the part of one rank
             num_bytes /= self.shape.tp
         return [

@@ -8,9 +8,8 @@ from moeplan.simulator.layer_builder import ACTIVATION_BACKWARD, NORM_BACKWARD, 
 from moeplan.simulator.op import Op, Segment
 from moeplan.vocabulary import RecomputeModule
 
-
-# Mask, sort, index and scatter kernels of a permutation without its fused kernel; kernels of an unfused router for one of
-# a fused one: 72 against 31 with the preprocess (report section 3.3).
+# Mask, sort, index and scatter kernels of a permutation without its fused kernel; kernels of an unfused router for one
+# of a fused one: 72 against 31 with the preprocess (report section 3.3).
 UNFUSED_PERMUTE_KERNELS, UNFUSED_ROUTER_FACTOR = 10, 72 / 31
 
 
@@ -174,8 +173,14 @@ def _experts(build: LayerBuilder, moe: Moe) -> list[Op]:
 
 
 def _load(build: LayerBuilder) -> float:
-    """Tokens of the busiest rank over the mean: its experts and its exchange govern everybody's step."""
-    return build.stack.time.natural_imbalance_frac.value if build.shape.routing == "natural" else 1.0
+    """Tokens of the busiest rank over the mean: its experts and its exchange govern everybody's step.
+
+    A bias on the experts' scores keeps natural routing level (report section 7); an auxiliary loss takes long to.
+    """
+    router = build.model.moe.router if build.model.moe else None
+    if build.shape.routing != "natural" or router is None or router.expert_bias:
+        return 1.0
+    return build.stack.time.natural_imbalance_frac.value
 
 
 def _grouped_gemm(build: LayerBuilder, name: str, sizes: tuple[float, float, float], num_groups: int) -> Op:
@@ -201,7 +206,7 @@ def _grouped_gemm(build: LayerBuilder, name: str, sizes: tuple[float, float, flo
         scope="moe",
         backend=build.stack.grouped_gemm_backend,
         rate_frac=(time.device_grouped_gemm_frac if is_device_driven else time.grouped_gemm_frac).value
-        * time.gemm_frac.value,
+        * build.gemm_frac(build.shape.format.gemm_dtype),
         num_kernels=1 + launches.value * num_groups,
         modules=frozenset(("moe",)),
     )

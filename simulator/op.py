@@ -53,6 +53,7 @@ class Op:
     gemm: ``rows`` x ``inner`` times ``inner`` x ``cols``, ``num_groups`` of them (grouped_gemm: the local
     experts), at ``rate_frac`` of the machine's dense rate (grouped_gemm: where it has no curve of ``backend``).
     attention: ``rows`` tokens x ``cols`` heads against ``seq_len`` keys, causal. memory, gather: ``hbm_bytes`` moved.
+    ``epilogue_hbm_bytes``: moved after the products of a GEMM are done.
     Collectives: ``comm_bytes`` in the convention of CollectiveCurve. exchange: ``comm_bytes`` to other ranks inside
     the scale-up domain, ``network_bytes`` to other domains; ``wait_s`` until all its ranks have come.
     """
@@ -75,6 +76,7 @@ class Op:
     flops: float = 0.0
     hbm_bytes: float = 0.0
     backward_hbm_bytes: float = 0.0
+    epilogue_hbm_bytes: float = 0.0
     comm_bytes: float = 0.0
     network_bytes: float = 0.0
     wait_s: float = 0.0

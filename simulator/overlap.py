@@ -44,15 +44,15 @@ def paired_saving(
 ) -> tuple[float, float]:
     """Seconds that a pair exposes less than its two halves alone: of dispatch, and of the host.
 
-    The pair takes max(device, host): the device without what hides, the host's whole work, since a stop of the one
-    half is filled by the other. Where the host cannot keep up, what hides is waited for all the same, and the second
+    What the device waits for the host stays: one thread issues both halves, and a stop of one stops the other. Where
+    the host's whole work exceeds what is left of the device's, what hides is waited for all the same, and the second
     number is negative.
     """
     host = FAMILY_INDEX["host"]
     waiting = float(forward.exposed_s[host] + backward.exposed_s[host])
     device = forward.seconds + backward.seconds - waiting
     hidden = overlap_frac * hidden_seconds(forward, backward, sm_frac, delay_wgrad=delay_wgrad)
-    return hidden, waiting - max(0.0, forward.issued_s + backward.issued_s - (device - hidden))
+    return hidden, waiting - max(waiting, forward.issued_s + backward.issued_s - (device - hidden))
 
 
 def dispatch_sm_frac(profile: HardwareProfile, backend: str, given_sms: int = 0) -> float:

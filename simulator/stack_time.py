@@ -23,6 +23,7 @@ class StackTime(Record):
         description="host work of a dispatch that stopped it, before the next kernel: as many eager ops"
     )
     gemm_frac: Sourced = Field(description="rate of GEMMs over the machine's readings")
+    fp8_gemm_frac: Sourced = Field(description="the same of per-tensor FP8, whose readings are of the best shapes")
     hides_cp: bool = Field(default=True, description="keys and values pass beside the attention they are not needed by")
     exchange_wait_s: Sourced = Field(description="host-driven exchange: wait for the last rank, per doubling of ranks")
     overlap_frac: Sourced = Field(description="part of an exchange that runs beside compute of the other direction")

@@ -186,6 +186,34 @@ def calibrate(
     run_calibrate(processes, device, out, as_json)
 
 
+@app.command()
+def validate(
+    runs: Annotated[Path, typer.Argument(help="CSV of measured runs, with the columns docs name.")],
+    pairs: Annotated[Path | None, typer.Option("--pairs", help="CSV of A/B pairs of those runs.")] = None,
+    eval_set: Annotated[str, typer.Option("--eval-set", help="Only rows of this evaluation set.")] = "",
+    keep: Annotated[str, typer.Option("--filter", help="Only rows with these cells: gpu=H100,model=deepseek-v3.")] = "",
+    as_json: Json = False,
+) -> None:
+    """Predict every row of a table of measured runs and score the errors; bad rows are listed, never fatal."""
+    from moeplan.cli.validate import ValidateOptions, run_validate
+
+    run_validate(ValidateOptions(runs, pairs, eval_set, keep, as_json))
+
+
+@app.command()
+def fit(
+    runs: Annotated[Path, typer.Argument(help="CSV of measured runs, as validate takes it.")],
+    eval_set: Annotated[str, typer.Option("--eval-set", help="Evaluation sets to fit to.")] = "moe,dense",
+    keep: Annotated[str, typer.Option("--filter", help="Only rows with these cells: gpu=H100.")] = "",
+    out: Annotated[Path | None, typer.Option("--out", help="Folder for fitted profiles and stacks.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Fit the declared constants to measured runs; errors are of runs the values have not seen."""
+    from moeplan.cli.fit import FitOptions, run_fit
+
+    run_fit(FitOptions(runs, eval_set, keep, out, as_json))
+
+
 @models_app.callback()
 def models(context: typer.Context, as_json: Json = False) -> None:
     """List model presets."""

@@ -64,14 +64,14 @@ def test_unknown_format_says_what_the_profile_has() -> None:
 
 
 def test_grouped_gemm_without_its_own_curve_is_a_dense_one_of_all_rows() -> None:
-    seconds, rate = grouped_seconds(H100, "bf16", "no such back end", (1024, 4096, 7168), 8, 0.8)
+    seconds, rate = grouped_seconds(H100, "bf16", "no such back end", (1024, 4096, 7168), 8, rate_frac=0.8)
     assert seconds == pytest.approx(dense_rate(H100, "bf16").seconds(8192, 4096, 7168) / 0.8)
     assert rate.source == "assumed"
 
 
 def test_small_groups_pay_for_whole_tiles() -> None:
-    few, _ = grouped_seconds(H100, "bf16", "no such back end", (8, 4096, 7168), 8, 1.0)
-    full, _ = grouped_seconds(H100, "bf16", "no such back end", (64, 4096, 7168), 8, 1.0)
+    few, _ = grouped_seconds(H100, "bf16", "no such back end", (8, 4096, 7168), 8)
+    full, _ = grouped_seconds(H100, "bf16", "no such back end", (64, 4096, 7168), 8)
     assert few == full
 
 
@@ -79,7 +79,7 @@ def test_grouped_gemm_uses_the_curve_of_its_back_end() -> None:
     h200 = load_profile("h200")
     curve = next(curve for curve in h200.grouped_gemm if curve.dtype == "bf16" and curve.num_experts)
     assert curve.num_experts is not None
-    seconds, rate = grouped_seconds(h200, "bf16", curve.backend, (1024, 4096, 7168), curve.num_experts, 1.0)
+    seconds, rate = grouped_seconds(h200, "bf16", curve.backend, (1024, 4096, 7168), curve.num_experts)
     assert rate.source == curve.source
     assert seconds > 0
 
