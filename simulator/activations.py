@@ -9,7 +9,7 @@ from moeplan.model_spec import ModelSpec
 from moeplan.point import Point
 from moeplan.simulator.stack import SoftwareStack
 from moeplan.simulator.tensor_tables import TABLES, Component, Section, Storage, TableName, sizes_of
-from moeplan.vocabulary import PRECISIONS, Precision, PrecisionName, RecomputeModule
+from moeplan.vocabulary import PRECISIONS, OffloadModule, Precision, PrecisionName, RecomputeModule
 
 # An MTP depth is its layer and what joins its inputs; loss is the final norm and the head's input, on the last stage.
 ActivationKind = Literal["dense", "moe", "mtp", "loss"]
@@ -21,6 +21,7 @@ class SavedTensor:
 
     ``dropped_by``: the modules that drop it whole (it is made again in backward); ``kept_by_full``: full recompute
     starts from it. ``is_quantized``: stored in the low-precision type, whose block scales come on top.
+    ``offloaded_by``: the module whose offload takes it to the host.
     """
 
     name: str
@@ -29,6 +30,7 @@ class SavedTensor:
     dropped_by: tuple[RecomputeModule, ...]
     kept_by_full: bool
     is_quantized: bool
+    offloaded_by: OffloadModule | None = None
 
     def is_kept(self, recompute: tuple[RecomputeModule, ...]) -> bool:
         """Whether it stays in memory until backward under these recompute modules."""
@@ -36,14 +38,26 @@ class SavedTensor:
             return self.kept_by_full
         return not any(module in recompute for module in self.dropped_by)
 
+    def is_offloaded(self, modules: tuple[OffloadModule, ...]) -> bool:
+        """Whether it waits for backward on the host. fused_group_mlp takes what expert_fc1 and moe_act would."""
+        if self.offloaded_by in {"expert_fc1", "moe_act"} and "fused_group_mlp" in modules:
+            return True
+        return self.offloaded_by in modules
+
 
 @dataclass(frozen=True, slots=True)
 class KeptBytes:
-    """Sums over one layer: ``kept`` until backward; ``remade`` by recompute; ``scales`` of the kept quantized ones."""
+    """Sums over one layer: ``kept`` until backward; ``remade`` by recompute; ``scales`` of the kept quantized ones.
+
+    ``offloaded``: kept on the host instead, not part of ``kept``; ``expert_rows``: part of ``kept`` that grows with
+    the rows a rank's experts receive.
+    """
 
     kept_bytes: float
     remade_bytes: float
     scales_bytes: float
+    offloaded_bytes: float
+    expert_rows_bytes: float
 
 
 class _Setting(NamedTuple):
@@ -79,7 +93,7 @@ def activation_bytes(model: ModelSpec, kind: ActivationKind, point: Point, stack
 
 def kept_bytes(model: ModelSpec, kind: ActivationKind, point: Point, stack: SoftwareStack) -> KeptBytes:
     """What one layer keeps, what recompute makes again, and the block scales that quantized tensors bring."""
-    return _kept_bytes(_setting(model, kind, point, stack), point.recompute)
+    return _kept_bytes(_setting(model, kind, point, stack), point.recompute, point.offload_modules)
 
 
 def _setting(model: ModelSpec, kind: ActivationKind, point: Point, stack: SoftwareStack) -> _Setting:
@@ -97,15 +111,21 @@ def _setting(model: ModelSpec, kind: ActivationKind, point: Point, stack: Softwa
 
 
 @lru_cache(maxsize=16384)
-def _kept_bytes(setting: _Setting, recompute: tuple[RecomputeModule, ...]) -> KeptBytes:
+def _kept_bytes(
+    setting: _Setting, recompute: tuple[RecomputeModule, ...], offload: tuple[OffloadModule, ...]
+) -> KeptBytes:
     tensors = _saved_tensors(setting)
     kept = [tensor for tensor in tensors if tensor.is_kept(recompute)]
+    here = [tensor for tensor in kept if not tensor.is_offloaded(offload)]
     total = sum(tensor.size_bytes for tensor in kept)
-    quantized = sum(tensor.size_bytes for tensor in kept if tensor.is_quantized)
+    stays = sum(tensor.size_bytes for tensor in here)
+    quantized = sum(tensor.size_bytes for tensor in here if tensor.is_quantized)
     return KeptBytes(
-        kept_bytes=total,
+        kept_bytes=stays,
         remade_bytes=sum(tensor.size_bytes for tensor in tensors) - total,
         scales_bytes=quantized * PRECISIONS[setting.precision].scale_frac,
+        offloaded_bytes=total - stays,
+        expert_rows_bytes=sum(tensor.size_bytes for tensor in here if tensor.component == "experts"),
     )
 
 
@@ -122,7 +142,7 @@ def _saved_tensors(setting: _Setting) -> tuple[SavedTensor, ...]:
     tensors = []
     for section in _sections(setting):
         for row in TABLES[setting.table][section]:
-            size_bytes = row.elements(sizes) * setting.tokens * _element_bytes(row.storage, precision)
+            size_bytes = row.elements(sizes) * setting.tokens * _element_bytes(row.storage, setting.precision)
             if size_bytes:
                 tensors.append(
                     SavedTensor(
@@ -132,6 +152,7 @@ def _saved_tensors(setting: _Setting) -> tuple[SavedTensor, ...]:
                         dropped_by=row.dropped_by,
                         kept_by_full=row.kept_by_full,
                         is_quantized=row.storage == "quantized" and precision.quantized_bytes is not None,
+                        offloaded_by=row.offloaded_by,
                     )
                 )
     return tuple(tensors)
@@ -150,8 +171,9 @@ def _sections(setting: _Setting) -> tuple[Section, ...]:
     return ("mtp", "attention", layer) if setting.kind == "mtp" else ("attention", layer)
 
 
-def _element_bytes(storage: Storage, precision: Precision) -> float:
+def _element_bytes(storage: Storage, name: PrecisionName) -> float:
     """Bytes of one element. Statistics in fp32 follow the recipe up where it is wider (fp64)."""
+    precision: Precision = PRECISIONS[name]
     if storage == "quantized":
         return precision.activation_bytes if precision.quantized_bytes is None else precision.quantized_bytes
     widths = {
@@ -161,5 +183,6 @@ def _element_bytes(storage: Storage, precision: Precision) -> float:
         "int64": 8.0,
         "int32": 4.0,
         "byte": 1.0,
+        "delayed_copy": 1.0 if name == "fp8_delayed" else 0.0,
     }
     return widths[storage]

@@ -6,7 +6,8 @@ Rules, within 2 % of the peaks allocated that SimuMax published for B200 (tests/
   experts of a rank are one matrix);
 - dispatcher: rows to send and rows received of one layer, top_k rows a token each;
 - working set: input and output gradients of the operation with the largest ones;
-- recompute: what one layer makes again before its backward.
+- recompute: what one layer makes again before its backward;
+- gathered weights, under full sharding: the layer that runs and the next one, with their gradients.
 
 Placeholders and the buffers of the flex dispatcher stay. All-to-all rows are freed before a layer's gradients, and the
 logits before any layer's transients: only what exceeds the earlier one counts.
@@ -21,6 +22,7 @@ from moeplan.simulator.activations import kept_bytes
 from moeplan.simulator.placement import layer_groups
 from moeplan.simulator.stack import SoftwareStack
 from moeplan.simulator.tensor_tables import Sizes, sizes_of
+from moeplan.simulator.training_state import gathered_bytes
 from moeplan.vocabulary import PRECISIONS
 
 
@@ -31,6 +33,7 @@ class Buffers(NamedTuple):
     dispatcher: float
     recompute: float
     working_set: float
+    gathered_weights: float
 
 
 def buffer_bytes(
@@ -45,8 +48,11 @@ def buffer_bytes(
     rows = 2 * sizes.top_k * sizes.hidden * token_bytes if "moe" in kinds and point.ep * point.etp > 1 else 0.0
     working = max((_gradient_elements(sizes, kind) for kind in kinds), default=0) * token_bytes
     remade = max((kept_bytes(model, kind, point, stack).remade_bytes for kind in kinds), default=0.0)
+    gathered = _gathered_bytes(model, point, stack, kinds)
     at_loss = loss_bytes
-    if stack.expert_weight_gradients == "local":
+    if stack.full_sharding == "fsdp2" and gathered:  # gradients are among what is gathered
+        head = 0.0
+    elif stack.expert_weight_gradients == "local":
         at_loss += head
         working += largest * element_bytes
     else:
@@ -55,7 +61,20 @@ def buffer_bytes(
         working, remade = _beyond(at_loss, working, remade)
     else:
         rows, working, remade = _beyond(at_loss, rows, max(0.0, working - rows), remade)
-    return Buffers(head, rows, remade, working)
+    return Buffers(head, rows, remade, working, gathered)
+
+
+def _gathered_bytes(model: ModelSpec, point: Point, stack: SoftwareStack, kinds: tuple[LayerKind, ...]) -> float:
+    if point.sharding != "full":
+        return 0.0
+    layer = max((_layer_elements(model, kind, point.tp, point.etp, point.ep) for kind in kinds), default=0.0)
+    vocabulary = -(-model.vocab_size // point.tp) * model.hidden_size
+    return gathered_bytes(point, stack, layer, vocabulary)
+
+
+@lru_cache(maxsize=1024)
+def _layer_elements(model: ModelSpec, kind: LayerKind, tp: int, etp: int, ep: int) -> float:
+    return sum(group.num_elements for group in layer_groups(model, kind, tp, etp, ep))
 
 
 def _beyond(hidden_bytes: float, *parts: float) -> list[float]:

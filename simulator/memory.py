@@ -3,22 +3,26 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import mul
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from moeplan.hwprofiles.schema import HardwareProfile
 from moeplan.model_spec import LayerKind, ModelSpec
 from moeplan.point import Point
-from moeplan.simulator.activations import ActivationKind, kept_bytes, saved_tensors
+from moeplan.simulator.activations import ActivationKind
 from moeplan.simulator.buffers import buffer_bytes
+from moeplan.simulator.device_buffers import dispatcher_buffer_bytes
 from moeplan.simulator.in_flight import peak_counts
+from moeplan.simulator.layer_state import chunk_bytes, layer_counts, layer_parts, on_device_frac, passing_bytes
 from moeplan.simulator.placement import Chunk, rank_chunks, rank_elements, rank_parameters
 from moeplan.simulator.stack import SoftwareStack
 from moeplan.simulator.tensor_tables import Component
+from moeplan.simulator.training_state import StateBytes, bytes_per_parameter, num_weight_copies
 from moeplan.vocabulary import MEMORY_CATEGORIES, PRECISIONS, MemoryCategory
 
-_DTYPE_BYTES = {"fp64": 8.0, "fp32": 4.0, "bf16": 2.0}
-_MAIN_WEIGHT_BYTES = 4.0  # fp32
 _LOGIT_DTYPE_BYTES = 4.0  # what a stack's logit_bytes presume; the fp64 recipe doubles them
+
+Reading = Literal["allocated", "reserved", "device"]
+READINGS: tuple[Reading, ...] = get_args(Reading)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,44 +35,18 @@ class MemoryItem:
     size_bytes: float
 
 
-class StateBytes(NamedTuple):
-    """Bytes one rank holds for each of its parameters."""
-
-    weights: float
-    gradients: float
-    optimizer: float
-
-
-def bytes_per_parameter(point: Point, *, is_expert: bool, is_quantized: bool) -> StateBytes:
-    """Training state of one parameter (report section 1.2).
-
-    The optimizer's part (main weights where the recipe has them, two moments) is split over d = dp x cp for dense
-    parameters and d = edp for experts: BF16 with fp32 moments 6 + 12/d, with BF16 moments 6 + 8/d; fp32 8 + 8/d;
-    FP8 with BF16 moments 8 + 8/d. Block scales of weights (at most 3 %) are left out, as the report does.
-    """
-    precision = PRECISIONS[point.precision]
-    main = _MAIN_WEIGHT_BYTES if precision.has_main_weights else 0.0
-    shards = 1
-    if point.sharding == "optimizer":
-        shards = point.edp if is_expert else point.dp * point.cp
-    return StateBytes(
-        weights=precision.param_bytes + precision.quantized_weight_bytes * is_quantized,
-        gradients=_DTYPE_BYTES[point.grad_dtype],
-        optimizer=(main + 2 * _DTYPE_BYTES[point.moment_dtype]) / shards,
-    )
-
-
 def memory_by_rank(
     model: ModelSpec, point: Point, stack: SoftwareStack, profile: HardwareProfile
 ) -> dict[MemoryCategory, tuple[float, ...]]:
     """Bytes of every category on every pipeline rank, each at its rank's peak.
 
-    Framework is what the profile says is gone before the first tensor and, on GPUs, what the caching allocator
-    reserves beyond the sum of the others. On a CPU what glibc keeps of freed blocks is counted as buffers.
+    Framework is what PyTorch does not allocate (what the profile says is gone before the first tensor, the flex
+    dispatcher's buffers) and, on GPUs, what its caching allocator reserves beyond the sum of the others. On a CPU what
+    glibc keeps of freed blocks is counted as buffers.
     """
-    ranks = _allocated(model, point, stack)
-    context = profile.framework_overhead_bytes.value
-    columns = [(*_with_reserve(rank, profile), context + _reserve_bytes(rank, stack, profile)) for rank in ranks]
+    ranks = _allocated(model, point, stack, num_weight_copies(point, profile))
+    fixed = profile.framework_overhead_bytes.value + dispatcher_buffer_bytes(model, point, profile)
+    columns = [(*_with_reserve(rank, profile), fixed + _reserve_bytes(rank, stack, profile)) for rank in ranks]
     return dict(zip(MEMORY_CATEGORIES, zip(*columns, strict=True), strict=True))
 
 
@@ -84,6 +62,16 @@ def _with_reserve(rank: "_Rank", profile: HardwareProfile) -> "_Rank":
     return rank._replace(buffers=rank.buffers + reserve.value * transient)
 
 
+def peak_of_reading(
+    model: ModelSpec, point: Point, stack: SoftwareStack, profile: HardwareProfile, reading: Reading
+) -> float:
+    """Peak of the worst rank as a counter shows it: PyTorch's allocated or reserved bytes, or the device's use."""
+    ranks = _allocated(model, point, stack, num_weight_copies(point, profile))
+    if reading == "device":
+        return peak_memory_bytes(model, point, stack, profile)
+    return max(sum(rank) + (_reserve_bytes(rank, stack, profile) if reading == "reserved" else 0.0) for rank in ranks)
+
+
 def peak_memory_bytes(model: ModelSpec, point: Point, stack: SoftwareStack, profile: HardwareProfile) -> float:
     """Bytes of all categories on the pipeline rank that needs most."""
     by_category = memory_by_rank(model, point, stack, profile)
@@ -91,22 +79,36 @@ def peak_memory_bytes(model: ModelSpec, point: Point, stack: SoftwareStack, prof
     return max(sums)
 
 
-def memory_items(model: ModelSpec, point: Point, stack: SoftwareStack, pp_rank: int) -> list[MemoryItem]:
-    """What one pipeline rank holds, component by component and tensor by tensor; all categories but framework."""
-    items: list[MemoryItem] = []
+def memory_items(
+    model: ModelSpec, point: Point, stack: SoftwareStack, pp_rank: int, *, num_copies: int = 2
+) -> list[MemoryItem]:
+    """What one pipeline rank holds, component by component and tensor by tensor; all categories but framework.
+
+    ``num_copies``: quantized copies of a weight, as :func:`moeplan.simulator.training_state.num_weight_copies` says.
+    """
+    state: list[MemoryItem] = []
     for group in rank_parameters(model, point.layout, point.pp, tp=point.tp, etp=point.etp, ep=point.ep)[pp_rank]:
-        each = bytes_per_parameter(point, is_expert=group.is_expert, is_quantized=group.is_quantized)
+        each = _state_bytes(point, stack, num_copies, is_expert=group.is_expert, is_quantized=group.is_quantized)
         parts: tuple[tuple[MemoryCategory, float], ...] = (
             ("weights", each.weights),
             ("gradients", each.gradients),
             ("optimizer", each.optimizer),
         )
-        items += [
+        state += [
             MemoryItem(category, group.component, group.component, group.num_elements * size_bytes)
             for category, size_bytes in parts
         ]
+    run = _transient_items(model, point, stack, pp_rank)
+    if not point.offload_optimizer_states:
+        return _merged(state + run)
+    while_running = [item for item in state if item.category != "optimizer"] + run
+    return _merged(max(while_running, state, key=lambda items: sum(item.size_bytes for item in items)))
+
+
+def _transient_items(model: ModelSpec, point: Point, stack: SoftwareStack, pp_rank: int) -> list[MemoryItem]:
+    """Activations, logits and buffers of one rank."""
     chunks = rank_chunks(model, point.layout, point.pp)[pp_rank]
-    items += _activation_items(model, point, stack, _peak_layers(model, point, stack, pp_rank, chunks))
+    items = list(_activation_items(model, point, stack, pp_rank, chunks))
     logits = _logit_bytes(model, point, stack, chunks)
     items.append(MemoryItem("logits", "head", "logits", logits))
     buffers = buffer_bytes(model, point, stack, _kinds(model, chunks), logits)
@@ -115,9 +117,9 @@ def memory_items(model: ModelSpec, point: Point, stack: SoftwareStack, pp_rank: 
         ("dispatcher", buffers.dispatcher),
         ("recompute", buffers.recompute),
         ("working_set", buffers.working_set),
+        ("gathered_weights", buffers.gathered_weights),
     )
-    items += [MemoryItem("buffers", component, component, size_bytes) for component, size_bytes in transients]
-    return _merged(items)
+    return items + [MemoryItem("buffers", component, component, size_bytes) for component, size_bytes in transients]
 
 
 class _Rank(NamedTuple):
@@ -131,51 +133,56 @@ class _Rank(NamedTuple):
     buffers: float
 
 
-def _allocated(model: ModelSpec, point: Point, stack: SoftwareStack) -> list[_Rank]:
+def _state_bytes(
+    point: Point, stack: SoftwareStack, num_copies: int, *, is_expert: bool, is_quantized: bool
+) -> StateBytes:
+    return bytes_per_parameter(
+        point,
+        is_expert=is_expert,
+        is_quantized=is_quantized,
+        num_copies=num_copies,
+        main_weights_only=stack.full_sharding == "fsdp2",
+    )
+
+
+def _allocated(model: ModelSpec, point: Point, stack: SoftwareStack, num_copies: int) -> list[_Rank]:
     elements = rank_elements(model, point.layout, point.pp, tp=point.tp, etp=point.etp, ep=point.ep)
     by_class = (
-        bytes_per_parameter(point, is_expert=False, is_quantized=False),
-        bytes_per_parameter(point, is_expert=False, is_quantized=True),
-        bytes_per_parameter(point, is_expert=True, is_quantized=True),
+        _state_bytes(point, stack, num_copies, is_expert=False, is_quantized=False),
+        _state_bytes(point, stack, num_copies, is_expert=False, is_quantized=True),
+        _state_bytes(point, stack, num_copies, is_expert=True, is_quantized=True),
     )
     all_chunks = rank_chunks(model, point.layout, point.pp)
-    peaks = peak_counts(point.pp, point.vp, point.num_micro_batches, point.micro_batch_group_size)
-    chunk_bytes: dict[Chunk, float] = {}
-    transients: dict[tuple[Chunk, ...], tuple[float, float]] = {}  # logits and buffers, of which few kinds exist
+    peaks = _peaks(point)
+    sizes_of_chunk: dict[tuple[Chunk, float], float] = {}
+    transients: dict[tuple[Chunk, ...], tuple[float, float, float]] = {}  # few kinds of ranks exist
     ranks = []
     for sums, chunks, states in zip(elements, all_chunks, peaks, strict=True):
+        part = on_device_frac(chunks, point.offload_layers)
         for chunk in chunks:
-            if chunk not in chunk_bytes:
-                chunk_bytes[chunk] = _chunk_bytes(model, point, stack, chunk)
+            if (chunk, part) not in sizes_of_chunk:
+                sizes_of_chunk[chunk, part] = chunk_bytes(model, point, stack, chunk, part)
         if chunks not in transients:
             logits = _logit_bytes(model, point, stack, chunks)
-            transients[chunks] = logits, sum(buffer_bytes(model, point, stack, _kinds(model, chunks), logits))
-        sizes = [chunk_bytes[chunk] for chunk in chunks]
+            buffers = sum(buffer_bytes(model, point, stack, _kinds(model, chunks), logits))
+            transients[chunks] = passing_bytes(model, point, stack, chunks), logits, buffers
+        sizes = [sizes_of_chunk[chunk, part] for chunk in chunks]
+        passing, logits, buffers = transients[chunks]
         weights, gradients, optimizer = (sum(map(mul, sums, column)) for column in zip(*by_class, strict=True))
-        activations = max([sum(map(mul, counts, sizes)) for counts in states])
-        ranks.append(_Rank(weights, gradients, optimizer, activations, *transients[chunks]))
-    return ranks
+        activations = max([sum(map(mul, counts, sizes)) for counts in states]) + passing
+        ranks.append(_Rank(weights, gradients, optimizer, activations, logits, buffers))
+    return [_worse_instant(rank) for rank in ranks] if point.offload_optimizer_states else ranks
 
 
-def _layers(chunk: Chunk) -> Iterator[tuple[ActivationKind, int]]:
-    """How many of each kind of layer one chunk runs."""
-    if chunk.num_dense:
-        yield "dense", chunk.num_dense
-    if chunk.num_moe:
-        yield "moe", chunk.num_moe
-    if chunk.num_mtp:
-        yield "mtp", chunk.num_mtp
-    if chunk.has_loss:
-        yield "loss", 1
+def _worse_instant(rank: _Rank) -> _Rank:
+    """Under offloaded states: layers run while those are away, and in the optimizer step nothing else does."""
+    running, stepping = rank._replace(optimizer=0.0), rank._replace(activations=0.0, logits=0.0, buffers=0.0)
+    return max(running, stepping, key=sum)
 
 
-def _chunk_bytes(model: ModelSpec, point: Point, stack: SoftwareStack, chunk: Chunk) -> float:
-    """Kept bytes of one micro-batch in one virtual stage, block scales included."""
-    total = 0.0
-    for kind, count in _layers(chunk):
-        kept = kept_bytes(model, kind, point, stack)
-        total += count * (kept.kept_bytes + kept.scales_bytes)
-    return total
+def _peaks(point: Point) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    ahead = point.ep_overlap and point.pp > 1
+    return peak_counts(point.pp, point.vp, point.num_micro_batches, point.micro_batch_group_size, runs_ahead=ahead)
 
 
 def _kinds(model: ModelSpec, chunks: tuple[Chunk, ...]) -> tuple[LayerKind, ...]:
@@ -200,30 +207,22 @@ def _logit_bytes(model: ModelSpec, point: Point, stack: SoftwareStack, chunks: t
     return num_logits * stack.logit_bytes.value * wider
 
 
-def _peak_layers(
-    model: ModelSpec, point: Point, stack: SoftwareStack, pp_rank: int, chunks: tuple[Chunk, ...]
-) -> dict[ActivationKind, int]:
-    """Layers in flight by kind, when the rank's kept bytes peak."""
-    sizes = [_chunk_bytes(model, point, stack, chunk) for chunk in chunks]
-    states = peak_counts(point.pp, point.vp, point.num_micro_batches, point.micro_batch_group_size)[pp_rank]
-    peak = max(states, key=lambda counts: sum(count * size for count, size in zip(counts, sizes, strict=True)))
-    in_flight: dict[ActivationKind, int] = {}
-    for num_micro_batches, chunk in zip(peak, chunks, strict=True):
-        for kind, count in _layers(chunk):
-            in_flight[kind] = in_flight.get(kind, 0) + count * num_micro_batches
-    return in_flight
-
-
 def _activation_items(
-    model: ModelSpec, point: Point, stack: SoftwareStack, in_flight: dict[ActivationKind, int]
+    model: ModelSpec, point: Point, stack: SoftwareStack, pp_rank: int, chunks: tuple[Chunk, ...]
 ) -> Iterator[MemoryItem]:
-    for kind, count in in_flight.items():
-        for tensor in saved_tensors(model, kind, point, stack):
-            if tensor.is_kept(point.recompute):
-                yield MemoryItem("activations", tensor.component, tensor.name, tensor.size_bytes * count)
-        scales = kept_bytes(model, kind, point, stack).scales_bytes * count
-        if scales:
-            yield MemoryItem("activations", "block_scales", "block scales of quantized tensors", scales)
+    device_frac = on_device_frac(chunks, point.offload_layers)
+    sizes = [chunk_bytes(model, point, stack, chunk, device_frac) for chunk in chunks]
+    peak = max(_peaks(point)[pp_rank], key=lambda counts: sum(map(mul, counts, sizes)))
+    in_flight: dict[ActivationKind, float] = {}
+    for num_micro_batches, chunk in zip(peak, chunks, strict=True):
+        for kind, count in layer_counts(chunk):
+            part = 1.0 if kind == "loss" else device_frac
+            in_flight[kind] = in_flight.get(kind, 0) + count * num_micro_batches * part
+    for kind, num_layers in in_flight.items():
+        for component, name, size_bytes in layer_parts(model, kind, point, stack):
+            yield MemoryItem("activations", component, name, size_bytes * num_layers)
+    passing = passing_bytes(model, point, stack, chunks)
+    yield MemoryItem("activations", "working_set", "layer back from the host, or begun beside a backward", passing)
 
 
 def _merged(items: list[MemoryItem]) -> list[MemoryItem]:

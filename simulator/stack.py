@@ -35,7 +35,7 @@ Feature = Literal[
     "optimizer_cpu_frac",
 ]
 FEATURES: tuple[Feature, ...] = get_args(Feature)
-SavedTensorTable = Literal["megatron", "native", "korthikanti-2022"]
+SavedTensorTable = Literal["megatron", "native", "torchtitan", "korthikanti-2022"]
 
 
 class SoftwareStack(Record):
@@ -70,6 +70,15 @@ class SoftwareStack(Record):
         description="experts whose weight gradients exist in the compute type at once, beside the main gradients"
     )
     allocator_reserve_frac: Sourced = Field(description="reserved over allocated device memory, minus 1")
+    full_sharding: Literal["megatron-fsdp", "fsdp2"] = Field(
+        default="megatron-fsdp", description="fsdp2: fp32 weights are the only ones kept, and gradients are fp32"
+    )
+    fsdp_unit_bytes: Sourced | None = Field(
+        default=None, description="held for each parameter of one layer under full sharding: gathered, with gradients"
+    )
+    graph_io_rows: Sourced | None = Field(
+        default=None, description="hidden states a partly graphed layer holds for each micro-batch in flight"
+    )
 
     time: StackTime = Field(description="launches, fusions, graphs and overlap: what it adds to kernel times")
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from moeplan.model_spec import MlaAttention, ModelSpec
-from moeplan.vocabulary import RecomputeModule
+from moeplan.vocabulary import OffloadModule, RecomputeModule
 
 Component = Literal[
     "attention",
@@ -27,12 +27,15 @@ Component = Literal[
     "dispatcher",
     "recompute",
     "working_set",
+    "gathered_weights",
+    "graphs",
 ]
 # activation: the recipe's activation type. quantized: the low-precision type of the recipe, where it has one, because
 # the linear that reads the tensor stores its quantized input. fp32_copy: of a tensor kept anyway, nothing where
-# activations are as wide. The others: that type in every recipe.
-Storage = Literal["activation", "quantized", "fp32", "int64", "int32", "byte", "fp32_copy"]
-TableName = Literal["megatron", "native", "korthikanti-2022"]
+# activations are as wide. delayed_copy: quantized beside a tensor kept anyway, under delayed scaling alone, whose
+# linears cannot start from the original. The others: that type in every recipe.
+Storage = Literal["activation", "quantized", "fp32", "int64", "int32", "byte", "fp32_copy", "delayed_copy"]
+TableName = Literal["megatron", "native", "torchtitan", "korthikanti-2022"]
 Section = Literal["attention", "dense", "moe", "mtp", "loss"]
 
 
@@ -122,7 +125,10 @@ def _router_scores(model: ModelSpec) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One kept tensor. ``dropped_by``: the recompute modules that drop it; full drops all but ``kept_by_full``."""
+    """One kept tensor. ``dropped_by``: the recompute modules that drop it; full drops all but ``kept_by_full``.
+
+    ``offloaded_by``: the module whose fine-grained offload takes it to the host (report section 1.4).
+    """
 
     name: str
     component: Component
@@ -130,26 +136,28 @@ class Row:
     storage: Storage = "activation"
     dropped_by: tuple[RecomputeModule, ...] = ()
     kept_by_full: bool = False
+    offloaded_by: OffloadModule | None = None
 
 
 # Report section 1.4, in its order. MLA and grouped-query attention in one list: a model has the rows of either.
-_INPUT = Row("layer input", "norms", lambda z: z.hidden, kept_by_full=True)
+_INPUT = Row("layer input", "norms", lambda z: z.hidden, kept_by_full=True, offloaded_by="attn_norm")
 _ATTENTION = (
     _INPUT,
-    Row("input norm output", "norms", lambda z: z.hidden, "quantized", ("layernorm",)),
+    Row("input norm output", "norms", lambda z: z.hidden, "quantized", ("layernorm",), offloaded_by="qkv_linear"),
     Row("query down-projection output", "attention", lambda z: z.q_rank),
     Row("query norm output", "attention", lambda z: z.q_rank, "quantized"),
     Row("compressed key-value", "attention", lambda z: z.kv_rank),
     Row("key-value norm output", "attention", lambda z: z.kv_rank, "quantized"),
     Row("query before its norm", "attention", lambda z: z.query * z.qk_norm),
     Row("key before its norm", "attention", lambda z: z.key * z.qk_norm),
-    Row("query", "attention", lambda z: z.query, dropped_by=("mla_up_proj",)),
-    Row("key", "attention", lambda z: z.key, dropped_by=("mla_up_proj",)),
-    Row("value", "attention", lambda z: z.value, dropped_by=("mla_up_proj",)),
-    Row("attention output", "attention", lambda z: z.attended),
+    Row("query", "attention", lambda z: z.query, dropped_by=("mla_up_proj",), offloaded_by="core_attn"),
+    Row("key", "attention", lambda z: z.key, dropped_by=("mla_up_proj",), offloaded_by="core_attn"),
+    Row("value", "attention", lambda z: z.value, dropped_by=("mla_up_proj",), offloaded_by="core_attn"),
+    Row("attention output", "attention", lambda z: z.attended, offloaded_by="attn_proj"),
+    Row("attention output of delayed scaling", "attention", lambda z: z.attended, "delayed_copy"),
     Row("softmax log-sum-exp", "attention", lambda z: z.heads * (z.scores == 0), "fp32", ("core_attn",)),
     Row("softmax output", "attention", lambda z: z.scores, dropped_by=("core_attn",)),
-    Row("residual after attention", "norms", lambda z: z.hidden),
+    Row("residual after attention", "norms", lambda z: z.hidden, offloaded_by="mlp_norm"),
     Row("pre-MLP norm output", "norms", lambda z: z.hidden, "quantized", ("layernorm",)),
 )
 _DENSE = (
@@ -175,8 +183,21 @@ _SHARED = (
 # After the exchange a rank holds top_k rows a token (balanced routing); with etp > 1 each rank of the group gathers
 # the rows of all, so rows grow by etp and the split widths shrink by it.
 _EXPERTS = (
-    Row("expert FC1 input", "experts", lambda z: z.top_k * z.hidden * z.etp, "quantized", ("moe",)),
-    Row("expert FC1 output", "experts", lambda z: z.top_k * z.projections * z.expert, dropped_by=("moe",)),
+    Row(
+        "expert FC1 input",
+        "experts",
+        lambda z: z.top_k * z.hidden * z.etp,
+        "quantized",
+        ("moe",),
+        offloaded_by="expert_fc1",
+    ),
+    Row(
+        "expert FC1 output",
+        "experts",
+        lambda z: z.top_k * z.projections * z.expert,
+        dropped_by=("moe",),
+        offloaded_by="moe_act",
+    ),
     Row("expert activation output", "experts", lambda z: z.top_k * z.expert, dropped_by=("moe_act", "moe")),
     Row(
         "expert output kept for its probability",
@@ -235,6 +256,41 @@ _NATIVE_MOE = (
     *_EXPERTS,
 )
 
+# torchtitan under torch.compile. Its selective checkpointing (here the module mlp, the nearest name) saves what its
+# list of operations names, torchtitan/distributed/activation_checkpoint.py: every second matrix product (the query,
+# value, gate and MLP outputs), attention, and what an exchange delivers; grouped products are made again.
+_TITAN_ATTENTION = (
+    _INPUT,
+    Row("input norm output", "norms", lambda z: z.hidden, dropped_by=("mlp",)),
+    Row("key-value down-projection output", "attention", lambda z: z.kv_down, dropped_by=("mlp",)),
+    Row("query before its norm", "attention", lambda z: z.query * z.qk_norm, dropped_by=("mlp",)),
+    Row("key before its norm", "attention", lambda z: z.key * z.qk_norm, dropped_by=("mlp",)),
+    Row("query", "attention", lambda z: z.query),
+    Row("key", "attention", lambda z: z.key, dropped_by=("mlp",)),
+    Row("value", "attention", lambda z: z.value),
+    Row("attention output", "attention", lambda z: z.attended),
+    Row("softmax log-sum-exp", "attention", lambda z: z.heads * (z.scores == 0), "fp32"),
+    Row("softmax output", "attention", lambda z: z.scores, dropped_by=("mlp",)),
+    Row("residual after attention", "norms", lambda z: z.hidden, dropped_by=("mlp",)),
+    Row("pre-MLP norm output", "norms", lambda z: z.hidden, dropped_by=("mlp",)),
+)
+_TITAN_DENSE = (
+    Row("gate output", "dense_mlp", lambda z: z.dense),
+    Row("up output", "dense_mlp", lambda z: (z.projections - 1) * z.dense, dropped_by=("mlp",)),
+    Row("activation output", "dense_mlp", lambda z: z.dense, dropped_by=("mlp",)),
+    Row("MLP output", "dense_mlp", lambda z: z.hidden),
+)
+_TITAN_MOE = (
+    Row("router probabilities", "router", lambda z: z.experts, "fp32", ("mlp",)),
+    Row("shared gate output", "shared_experts", lambda z: z.shared),
+    Row("shared up output", "shared_experts", lambda z: (z.projections - 1) * z.shared, dropped_by=("mlp",)),
+    Row("shared activation output", "shared_experts", lambda z: z.shared, dropped_by=("mlp",)),
+    Row("expert FC1 input", "experts", lambda z: z.top_k * z.hidden * z.etp),
+    Row("expert FC1 output", "experts", lambda z: z.top_k * z.projections * z.expert, dropped_by=("mlp",)),
+    Row("expert activation output", "experts", lambda z: z.top_k * z.expert, dropped_by=("mlp",)),
+    Row("combined output", "experts", lambda z: z.hidden),
+)
+
 # Korthikanti et al. section 4.1, in units of the classic layer: multi-head attention as wide as the model, a GELU MLP
 # of 4 x hidden and dropout, whatever the model's own widths. 34 sbh + 5 a s^2 b bytes a layer; with tp (sequence
 # parallel) 1/tp of it. The report applies it to Llama-3.1-405B (section 1.1).
@@ -264,6 +320,13 @@ TABLES: dict[TableName, dict[Section, tuple[Row, ...]]] = {
         "attention": _NATIVE_ATTENTION,
         "dense": _DENSE,
         "moe": _NATIVE_MOE,
+        "mtp": _MTP,
+        "loss": _LOSS,
+    },
+    "torchtitan": {
+        "attention": _TITAN_ATTENTION,
+        "dense": _TITAN_DENSE,
+        "moe": _TITAN_MOE,
         "mtp": _MTP,
         "loss": _LOSS,
     },

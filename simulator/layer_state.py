@@ -1,0 +1,99 @@
+"""What one layer keeps on the device for each micro-batch in flight: tensors for backward, padding, graph inputs."""
+
+from collections.abc import Iterator
+from functools import lru_cache
+
+from moeplan.model_spec import ModelSpec
+from moeplan.point import Point
+from moeplan.simulator.activations import ActivationKind, kept_bytes, saved_tensors
+from moeplan.simulator.placement import Chunk
+from moeplan.simulator.stack import SoftwareStack
+from moeplan.simulator.tensor_tables import Component
+from moeplan.vocabulary import PRECISIONS
+
+Part = tuple[Component, str, float]
+
+
+def expert_row_factor(model: ModelSpec, point: Point, stack: SoftwareStack) -> float:
+    """Rows the busiest rank's experts hold over top_k rows for each token, at least 1.
+
+    Natural routing: the stack's imbalance of the busiest rank. Each expert's rows are padded to the recipe's multiple,
+    by half of it on average.
+    """
+    if model.moe is None:
+        return 1.0
+    imbalance = max(1.0, stack.time.natural_imbalance_frac.value) if point.routing == "natural" else 1.0
+    padding = (PRECISIONS[point.precision].alignment - 1) / 2 * model.moe.num_experts / point.ep
+    return imbalance * (1 + padding / (point.tokens_per_rank * model.moe.top_k * point.etp))
+
+
+def graph_io_bytes(model: ModelSpec, kind: ActivationKind, point: Point, stack: SoftwareStack) -> float:
+    """Static inputs and outputs of a layer's graphs for one micro-batch in flight (report section 3.4)."""
+    if stack.graph_io_rows is None or not point.cuda_graph or kind == "loss" or "full_iteration" in point.cuda_graph:
+        return 0.0
+    row_bytes = model.hidden_size * PRECISIONS[point.precision].activation_bytes
+    return stack.graph_io_rows.value * point.tokens_per_rank * row_bytes
+
+
+def layer_bytes(model: ModelSpec, kind: ActivationKind, point: Point, stack: SoftwareStack) -> float:
+    """Bytes one layer of that kind holds for one micro-batch: the sum of its parts."""
+    kept = kept_bytes(model, kind, point, stack)
+    extra = (expert_row_factor(model, point, stack) - 1) * kept.expert_rows_bytes
+    return kept.kept_bytes + kept.scales_bytes + extra + graph_io_bytes(model, kind, point, stack)
+
+
+def layer_parts(model: ModelSpec, kind: ActivationKind, point: Point, stack: SoftwareStack) -> Iterator[Part]:
+    """The same tensor by tensor, as (component, name, bytes)."""
+    for tensor in saved_tensors(model, kind, point, stack):
+        if tensor.is_kept(point.recompute) and not tensor.is_offloaded(point.offload_modules):
+            yield tensor.component, tensor.name, tensor.size_bytes
+    kept = kept_bytes(model, kind, point, stack)
+    extra = (expert_row_factor(model, point, stack) - 1) * kept.expert_rows_bytes
+    yield "block_scales", "block scales of quantized tensors", kept.scales_bytes
+    yield "experts", "rows of padding and imbalance", extra
+    yield "graphs", "static inputs and outputs of graphs", graph_io_bytes(model, kind, point, stack)
+
+
+def offloaded_bytes(model: ModelSpec, kind: ActivationKind, point: Point, stack: SoftwareStack) -> float:
+    """Bytes of one layer that wait on the host; those of one layer at a time are back on the device."""
+    return kept_bytes(model, kind, point, stack).offloaded_bytes if point.offload_modules else 0.0
+
+
+def layer_counts(chunk: Chunk) -> Iterator[tuple[ActivationKind, int]]:
+    """How many of each kind of layer one chunk runs."""
+    if chunk.num_dense:
+        yield "dense", chunk.num_dense
+    if chunk.num_moe:
+        yield "moe", chunk.num_moe
+    if chunk.num_mtp:
+        yield "mtp", chunk.num_mtp
+    if chunk.has_loss:
+        yield "loss", 1
+
+
+@lru_cache(maxsize=4096)
+def on_device_frac(chunks: tuple[Chunk, ...], offload_layers: int) -> float:
+    """Part of a rank's layers that keep theirs when ``offload_layers`` send it to the host: one keeps it at least."""
+    num_layers = sum(chunk.num_dense + chunk.num_moe + chunk.num_mtp for chunk in chunks)
+    return 1 - min(offload_layers, max(num_layers - 1, 0)) / num_layers if num_layers else 1.0
+
+
+def chunk_bytes(model: ModelSpec, point: Point, stack: SoftwareStack, chunk: Chunk, device_frac: float) -> float:
+    """Bytes of one micro-batch in one virtual stage. ``device_frac``: of the layers that keep theirs here."""
+    total = 0.0
+    for kind, count in layer_counts(chunk):
+        part = 1.0 if kind == "loss" else device_frac
+        total += count * part * layer_bytes(model, kind, point, stack)
+    return total
+
+
+def passing_bytes(model: ModelSpec, point: Point, stack: SoftwareStack, chunks: tuple[Chunk, ...]) -> float:
+    """What passes through, of the largest layer: tensors back from the host, and the forward beside a backward.
+
+    The latter under EP overlap without a pipeline (report section 2.5); a pipeline holds a whole chunk more.
+    """
+    kinds = {kind for chunk in chunks for kind, _ in layer_counts(chunk) if kind != "loss"}
+    back = max((offloaded_bytes(model, kind, point, stack) for kind in kinds), default=0.0)
+    if point.ep_overlap and point.pp == 1 and point.num_micro_batches > 1:
+        back += max((layer_bytes(model, kind, point, stack) for kind in kinds), default=0.0)
+    return back

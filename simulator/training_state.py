@@ -1,0 +1,81 @@
+"""Weights, gradients and optimizer state of one parameter on one rank, and what full sharding gathers (section 1.2)."""
+
+from typing import NamedTuple
+
+from moeplan.hwprofiles.schema import HardwareProfile
+from moeplan.point import Point
+from moeplan.simulator.stack import SoftwareStack
+from moeplan.vocabulary import PRECISIONS
+
+DTYPE_BYTES = {"fp64": 8.0, "fp32": 4.0, "bf16": 2.0}
+_MAIN_WEIGHT_BYTES = 4.0  # fp32
+_PER_TENSOR = ("fp8_delayed", "fp8_current")
+
+
+class StateBytes(NamedTuple):
+    """Bytes one rank holds for each of its parameters."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+
+
+def bytes_per_parameter(
+    point: Point,
+    *,
+    is_expert: bool,
+    is_quantized: bool,
+    num_copies: int = 2,
+    main_weights_only: bool = False,
+) -> StateBytes:
+    """Training state of one parameter (report section 1.2).
+
+    The optimizer's part (main weights where the recipe has them, two moments) is split over d = dp x cp for dense
+    parameters and d = edp for experts: BF16 with fp32 moments 6 + 12/d, with BF16 moments 6 + 8/d; fp32 8 + 8/d;
+    FP8 with BF16 moments 8 + 8/d. FP8 primary weights have no BF16 copy: 2 bytes less, block scales counted.
+    Full sharding splits weights and gradients as well: 18/d. Block scales beside a BF16 copy (at most 3 %) are left
+    out, as the report does. The part of the optimizer step that runs on the host holds its two moments there and
+    leaves the main weights (docs of Megatron's CPU offload; published readings fall by 8 bytes a parameter).
+
+    ``num_copies``: quantized copies of a weight, 2 where GEMMs want it by row and by column. ``main_weights_only``:
+    the fp32 weights and gradients are the only ones kept (FSDP2); what is computed with is gathered in low precision.
+    """
+    precision = PRECISIONS[point.precision]
+    is_full = point.sharding == "full"
+    shards = 1
+    if point.sharding != "none":
+        shards = point.edp if is_expert else point.dp * point.cp
+    moments = 2 * DTYPE_BYTES[point.moment_dtype] * (1 - point.optimizer_cpu_frac)
+    if is_full and main_weights_only:
+        wide = max(_MAIN_WEIGHT_BYTES, precision.param_bytes)
+        return StateBytes(wide / shards, wide / shards, moments / shards)
+    main = _MAIN_WEIGHT_BYTES if precision.has_main_weights else 0.0
+    weights = precision.param_bytes
+    if is_quantized:
+        copies = precision.quantized_weight_bytes * num_copies / 2
+        if point.fp8_primary_weights:
+            weights = copies * (1 + precision.scale_frac)
+        elif not is_full:  # under full sharding the copies are of gathered weights
+            weights += copies
+    split = shards if is_full else 1
+    return StateBytes(weights / split, DTYPE_BYTES[point.grad_dtype] / split, (main + moments) / shards)
+
+
+def num_weight_copies(point: Point, profile: HardwareProfile) -> int:
+    """1 for per-tensor FP8 on devices whose FP8 GEMMs take either layout (those that run MXFP8), else 2.
+
+    Report section 1.2: row and column copies on Hopper and for MXFP8, one for per-tensor scaling on Blackwell.
+    """
+    return 1 if point.precision in _PER_TENSOR and "mxfp8" in profile.low_precision else 2
+
+
+def gathered_bytes(point: Point, stack: SoftwareStack, layer_elements: float, outside_elements: float) -> float:
+    """Full sharding's buffers: of one layer, and of the embedding or head, which are no layer (report section 1.7).
+
+    ``layer_elements``: of the largest layer after tp, etp and ep. Embedding and head are gathered once, in the
+    compute type, with their gradient.
+    """
+    if point.sharding != "full" or stack.fsdp_unit_bytes is None:
+        return 0.0
+    compute_bytes = PRECISIONS[point.precision].activation_bytes
+    return stack.fsdp_unit_bytes.value * layer_elements + 2 * compute_bytes * outside_elements
