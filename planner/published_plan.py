@@ -165,9 +165,16 @@ def _memory_fields(row: PublishedRow, features: Features, stack: SoftwareStack) 
         "sharding": "full" if row.text("fsdp") not in ("", "0") else "optimizer",
         "grad_dtype": _float_type(row, "grad_dtype", "bf16" if is_bridge else "fp32"),
         "moment_dtype": _float_type(row, "moment_dtype", features.moment_dtype or "fp32"),
-        "fp8_primary_weights": bool(row.flag("fp8_primary_weights")) and low,
+        "fp8_primary_weights": _primary_weights(row, features, stack) and low,
         "fp8_attention": bool(row.flag("fp8_attention")) and low,
     }
+
+
+def _primary_weights(row: PublishedRow, features: Features, stack: SoftwareStack) -> bool:
+    stated = row.flag("fp8_primary_weights")
+    wanted = features.fp8_primary_weights if stated is None else stated
+    on_host = row.text("offload").startswith("opt_cpu")  # excluded together, report section 1.2
+    return bool(wanted) and "fp8_primary_weights" in stack.features and not on_host
 
 
 def _precision(row: PublishedRow) -> Any:

@@ -50,7 +50,7 @@ def buffer_bytes(
     remade = max((kept_bytes(model, kind, point, stack).remade_bytes for kind in kinds), default=0.0)
     gathered = _gathered_bytes(model, point, stack, kinds)
     at_loss = loss_bytes
-    if stack.full_sharding == "fsdp2" and gathered:  # gradients are among what is gathered
+    if stack.full_sharding != "megatron-fsdp" and gathered:  # gradients are among what is gathered
         head = 0.0
     elif stack.expert_weight_gradients == "local":
         at_loss += head

@@ -19,6 +19,7 @@ from moeplan.simulator.tensor_tables import Component
 from moeplan.simulator.training_state import StateBytes, bytes_per_parameter, num_weight_copies
 from moeplan.vocabulary import MEMORY_CATEGORIES, PRECISIONS, MemoryCategory
 
+_FSDP_STATE = {"megatron-fsdp": None, "fsdp2": "fp32", "fsdp2-bf16": "bf16"}
 _LOGIT_DTYPE_BYTES = 4.0  # what a stack's logit_bytes presume; the fp64 recipe doubles them
 
 Reading = Literal["allocated", "reserved", "device"]
@@ -141,7 +142,7 @@ def _state_bytes(
         is_expert=is_expert,
         is_quantized=is_quantized,
         num_copies=num_copies,
-        main_weights_only=stack.full_sharding == "fsdp2",
+        state_dtype=_FSDP_STATE[stack.full_sharding],
     )
 
 

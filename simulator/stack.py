@@ -70,8 +70,9 @@ class SoftwareStack(Record):
         description="experts whose weight gradients exist in the compute type at once, beside the main gradients"
     )
     allocator_reserve_frac: Sourced = Field(description="reserved over allocated device memory, minus 1")
-    full_sharding: Literal["megatron-fsdp", "fsdp2"] = Field(
-        default="megatron-fsdp", description="fsdp2: fp32 weights are the only ones kept, and gradients are fp32"
+    full_sharding: Literal["megatron-fsdp", "fsdp2", "fsdp2-bf16"] = Field(
+        default="megatron-fsdp",
+        description="fsdp2: fp32 weights are the only ones kept, with fp32 gradients; fsdp2-bf16: all state in BF16",
     )
     fsdp_unit_bytes: Sourced | None = Field(
         default=None, description="held for each parameter of one layer under full sharding: gathered, with gradients"

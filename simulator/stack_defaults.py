@@ -37,6 +37,7 @@ class Features(Record):
     offload_layers: int | None = None
     offload_modules: tuple[OffloadModule, ...] | None = None
     tp_comm_overlap: bool | None = None
+    fp8_primary_weights: bool | None = None
     moment_dtype: Literal["fp32", "bf16"] | None = None
 
 

@@ -26,7 +26,7 @@ def bytes_per_parameter(
     is_expert: bool,
     is_quantized: bool,
     num_copies: int = 2,
-    main_weights_only: bool = False,
+    state_dtype: str | None = None,
 ) -> StateBytes:
     """Training state of one parameter (report section 1.2).
 
@@ -37,8 +37,8 @@ def bytes_per_parameter(
     out, as the report does. The part of the optimizer step that runs on the host holds its two moments there and
     leaves the main weights (docs of Megatron's CPU offload; published readings fall by 8 bytes a parameter).
 
-    ``num_copies``: quantized copies of a weight, 2 where GEMMs want it by row and by column. ``main_weights_only``:
-    the fp32 weights and gradients are the only ones kept (FSDP2); what is computed with is gathered in low precision.
+    ``num_copies``: quantized copies of a weight, 2 where GEMMs want it by row and by column. ``state_dtype``: under
+    full sharding the one type of all state (FSDP2); what is computed with is gathered in the compute type.
     """
     precision = PRECISIONS[point.precision]
     is_full = point.sharding == "full"
@@ -46,9 +46,9 @@ def bytes_per_parameter(
     if point.sharding != "none":
         shards = point.edp if is_expert else point.dp * point.cp
     moments = 2 * DTYPE_BYTES[point.moment_dtype] * (1 - point.optimizer_cpu_frac)
-    if is_full and main_weights_only:
-        wide = max(_MAIN_WEIGHT_BYTES, precision.param_bytes)
-        return StateBytes(wide / shards, wide / shards, moments / shards)
+    if is_full and state_dtype is not None:
+        each = DTYPE_BYTES[state_dtype] / shards
+        return StateBytes(each, each, 2 * each * (1 - point.optimizer_cpu_frac))
     main = _MAIN_WEIGHT_BYTES if precision.has_main_weights else 0.0
     weights = precision.param_bytes
     if is_quantized:
