@@ -15,8 +15,8 @@ _ID_BYTES = {"uint8": 1, "uint16": 2, "uint32": 4}
 # Fields that Megatron executes and the native executor does not.
 _DEFAULT_ONLY = (
     "ep_overlap", "delay_wgrad", "shared_expert_overlap", "dispatch_sms", "cuda_graph", "fused_grouped_mlp",
-    "permute_fusion", "router_fusion", "fp8_primary_weights", "fp8_attention", "tp_comm_overlap", "offload_layers", "offload_modules",
-    "offload_optimizer_states", "optimizer_cpu_frac",
+    "permute_fusion", "router_fusion", "fp8_primary_weights", "fp8_attention", "tp_comm_overlap", "offload_layers",
+    "offload_modules", "offload_optimizer_states", "optimizer_cpu_frac",
 )  # fmt: skip
 
 
@@ -27,8 +27,6 @@ def check_supported(plan: Plan) -> None:
 
 
 def _plan_limits(plan: Plan) -> Iterator[tuple[str, object, str, str]]:
-    if plan.pp > 1:
-        yield "pp", plan.pp, "pp 1", "spread the ranks over dp and ep; pipelines can be predicted, not run"
     if plan.cp > 1:
         yield "cp", plan.cp, "cp 1", "use tp to split the sequence"
     if plan.precision not in ("fp64", "fp32", "bf16"):
@@ -47,8 +45,6 @@ def _plan_limits(plan: Plan) -> Iterator[tuple[str, object, str, str]]:
 
 def _model_limits(model: ModelSpec, tp: int) -> Iterator[tuple[str, object, str, str]]:
     attention, moe = model.attention, model.moe
-    if model.num_mtp_layers:
-        yield "model.num_mtp_layers", model.num_mtp_layers, "models without MTP", "set num_mtp_layers = 0"
     if isinstance(attention, GqaAttention) and attention.sinks:
         yield "model.attention.sinks", "true", "attention without sinks", "set sinks = false"
     if moe is not None and moe.mlp_bias:

@@ -1,7 +1,8 @@
 """All parameters of one class (dense or expert) in one flat buffer, with their gradients in another.
 
 One buffer, so that reducing gradients and gathering weights is one collective a class, whatever the number of
-parameters. Order: parameters split over the class's tensor-parallel group first, replicated ones last.
+parameters. Order: what other pipeline ranks hold as well, then parameters split over the class's tensor-parallel group,
+then replicated ones.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,14 +43,21 @@ class FlatBuffer:
     """Weights and accumulated gradients of one class. ``shard_group`` holds copies of the same weights.
 
     ``replica_group`` (tp for dense, etp for expert parameters) is where each rank has a part of the gradient of the
-    replicated parameters. After construction every parameter is a view of ``weights``, and backward adds its
-    gradient to ``grads``.
+    replicated parameters, ``pipeline_group`` where each has a part of that of the shared ones. After construction every
+    parameter is a view of ``weights``, and backward adds its gradient to ``grads``.
     """
 
-    def __init__(self, entries: Sequence[Entry], dtypes: Dtypes, shard_group: Group, replica_group: Group) -> None:
-        self.shard_group, self.replica_group = shard_group, replica_group
-        # Runs of one kind, so that few spans say which elements are replicated and which decay.
-        self.entries = sorted(entries, key=lambda entry: (entry.is_replicated, entry.is_decayed == entry.is_replicated))
+    def __init__(
+        self,
+        entries: Sequence[Entry],
+        dtypes: Dtypes,
+        shard_group: Group,
+        replica_group: Group,
+        pipeline_group: Group | None = None,
+    ) -> None:
+        self.shard_group, self.replica_group, self.pipeline_group = shard_group, replica_group, pipeline_group
+        # Runs of one kind, so that few spans say which elements are shared, which replicated and which decay.
+        self.entries = sorted(entries, key=_kind)
         self.num_elements = sum(entry.parameter.numel() for entry in self.entries)
         part = -(-self.num_elements // shard_group.size)
         self.own = Span(part * shard_group.index, part * (shard_group.index + 1))
@@ -58,7 +66,7 @@ class FlatBuffer:
         self.grads = torch.zeros(part * shard_group.size, dtype=dtypes.grad, device=device)
         self.decayed: list[Span] = []
         self.kept: list[Span] = []
-        self.replicated_start = self.num_elements
+        self.shared_end, self.replicated_start = 0, self.num_elements
         self._adopt()
 
     def _adopt(self) -> None:
@@ -71,6 +79,8 @@ class FlatBuffer:
             entry.parameter.data = view
             grad = span.inside(self.grads).view_as(entry.parameter)
             entry.parameter.register_post_accumulate_grad_hook(_adds_to(grad))
+            if entry.is_shared:
+                self.shared_end = span.end
             if entry.is_replicated:
                 self.replicated_start = min(self.replicated_start, span.start)
             _extend(self.decayed if entry.is_decayed else self.kept, span)
@@ -79,6 +89,12 @@ class FlatBuffer:
         """Complete the gradients of replicated parameters."""
         with scope("tp_comm"):
             all_reduce(self.grads[self.replicated_start : self.num_elements], self.replica_group)
+
+    def sum_shared(self) -> None:
+        """Complete the gradients of what several pipeline ranks hold."""
+        if self.shared_end and self.pipeline_group is not None:
+            with scope("pp_comm"):
+                all_reduce(self.grads[: self.shared_end], self.pipeline_group)
 
     def reduce_scatter_grads(self) -> Tensor:
         """This rank's shard of the gradients, summed over the copies."""
@@ -100,7 +116,12 @@ class FlatBuffer:
     def counted(self) -> Span:
         """Elements whose square this rank adds to the global norm, so that each parameter counts once."""
         end = self.num_elements if self.replica_group.index == 0 else self.replicated_start
-        return self.own.overlap(Span(0, end))
+        is_first = self.pipeline_group is None or self.pipeline_group.index == 0
+        return self.own.overlap(Span(0 if is_first else self.shared_end, end))
+
+
+def _kind(entry: Entry) -> tuple[bool, bool, bool]:
+    return not entry.is_shared, entry.is_replicated, entry.is_decayed == entry.is_replicated
 
 
 def _adds_to(grad: Tensor) -> Callable[[nn.Parameter], None]:

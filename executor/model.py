@@ -1,7 +1,7 @@
-"""The transformer of a ModelSpec on one rank of a folding.
+"""The transformer of a ModelSpec on one rank of a folding: the pipeline stages that the rank holds.
 
-Shapes: L tokens of this rank, T = B * S tokens of its tp group (B sequences of S, one after the other), H hidden.
-Between blocks each rank holds its L = T / tp tokens (sequence parallel), because everything there works by token.
+Shapes: L tokens of this rank, T = B * S / cp tokens of its tp group (its chunks of B sequences), H hidden, P hidden
+states of the prediction depths known so far. Between blocks each rank holds its L = T / tp tokens (sequence parallel).
 """
 
 from collections.abc import Iterator
@@ -9,92 +9,129 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from moeplan.executor.attention import build_attention
+from moeplan.executor.decoder_layer import DecoderLayer
 from moeplan.executor.dtypes import plan_dtypes
 from moeplan.executor.linear import embed, vocabulary_range
 from moeplan.executor.loss import head_loss
 from moeplan.executor.mesh import Mesh
-from moeplan.executor.mlp import Mlp
-from moeplan.executor.moe import MoeBlock, Router
+from moeplan.executor.micro_batch import NO_TARGET, MicroBatch, cut_micro_batch, loss_weights
+from moeplan.executor.moe import Router
+from moeplan.executor.mtp import MtpLayer
 from moeplan.executor.parameters import ParameterTable, split_piece
-from moeplan.executor.recompute import checkpointed, dropping_output
+from moeplan.executor.recompute import checkpointed
 from moeplan.executor.scopes import scope
 from moeplan.kernels.norm import rms_norm
+from moeplan.layout import Stage
 from moeplan.plan import Plan
 
 
-class DecoderLayer(nn.Module):
-    """Attention and MLP or experts, each after a norm and added to the residual stream."""
+def embedding_holders(plan: Plan) -> tuple[int, ...]:
+    """Pipeline ranks with a copy of the embedding: for the model, for MTP, and as head where tied."""
+    return tuple(sorted({index % plan.pp for index, stage in enumerate(plan.pipeline.stages) if _embeds(plan, stage)}))
 
-    def __init__(self, plan: Plan, layer: int, mesh: Mesh, table: ParameterTable) -> None:
+
+def _embeds(plan: Plan, stage: Stage) -> bool:
+    return stage.has_embedding or stage.num_mtp > 0 or (stage.has_loss and plan.model.tied_embeddings)
+
+
+class ModelStage(nn.Module):
+    """One virtual stage: any of embedding, decoder layers, MTP layers, loss.
+
+    The final norm follows the last decoder layer where the model has MTP, which reads its output; else it belongs to
+    the loss.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        index: int,
+        mesh: Mesh,
+        table: ParameterTable,
+        *,
+        embedding: nn.Parameter | None,
+        head: nn.Parameter | None,
+    ) -> None:
         super().__init__()
-        model, recompute = plan.model, plan.recompute
-        self.eps = model.norm_eps
-        self.attention_norm = table.add_norm(f"layers.{layer}.attention_norm.weight", model.hidden_size)
-        self.attention = build_attention(plan, layer, mesh.tp, table)
-        self.mlp_norm = table.add_norm(f"layers.{layer}.mlp_norm.weight", model.hidden_size)
-        self.mlp: nn.Module
-        if model.layer_kinds[layer] == "moe" and model.moe is not None:
-            self.mlp = MoeBlock(plan, model.moe, layer, mesh, table)
-            self.recompute_mlp = "moe" in recompute
-        else:
-            self.mlp = Mlp(model, f"layers.{layer}.mlp", model.dense_ffn_size, mesh.tp, table)
-            self.recompute_mlp = "mlp" in recompute
-        self.drop_norms = "layernorm" in recompute
+        model, stages = plan.model, plan.pipeline.stages
+        self.stage, self.mesh, self.eps = stages[index], mesh, model.norm_eps
+        self.recompute_layers = "full" in plan.recompute
+        self.first_token = vocabulary_range(model.vocab_size, mesh.tp)[0]
+        self.embedding, self.head = embedding, head
+        self.layers = nn.ModuleList(DecoderLayer(plan, layer, mesh, table) for layer in self.stage.layers)
+        ends_decoder = self.stage.num_layers > 0 and self.stage.layers.stop == model.num_layers
+        has_norm = ends_decoder if model.num_mtp_layers else self.stage.has_loss
+        self.final_norm = table.add_norm("final_norm.weight", model.hidden_size) if has_norm else None
+        self.first_depth = 1 + sum(stage.num_mtp for stage in stages[:index])  # hidden states that arrive here
+        first_mtp = model.num_layers + self.first_depth - 1
+        self.mtp = nn.ModuleList(
+            MtpLayer(plan, layer, mesh, table) for layer in range(first_mtp, first_mtp + self.stage.num_mtp)
+        )
 
-    def forward(self, x_LH: Tensor) -> Tensor:
-        """This rank's tokens through the layer."""
-        x_LH = self._add(x_LH, self._normed(x_LH, self.attention_norm, self.attention, recompute=False))
-        return self._add(x_LH, self._normed(x_LH, self.mlp_norm, self.mlp, recompute=self.recompute_mlp))
-
-    def _normed(self, x_LH: Tensor, weight_H: nn.Parameter, block: nn.Module, *, recompute: bool) -> Tensor:
-        """``block`` of the norm of x, keeping as much of it as the plan's recompute leaves."""
-
-        def norm(x_LH: Tensor) -> tuple[Tensor]:
+    def forward(self, batch: MicroBatch, received_PLH: Tensor | None) -> Tensor:
+        """Hidden states for the stage after this, or the loss [P] of each depth summed over the tp group's tokens."""
+        hidden = [self._embed(batch.tokens[0])] if received_PLH is None else list(received_PLH.unbind())
+        for layer in self.layers:
+            hidden[0] = checkpointed(layer, hidden[0]) if self.recompute_layers else layer(hidden[0])
+        if self.final_norm is not None:
             with scope("elementwise"):
-                return (rms_norm(x_LH, weight_H, self.eps),)
+                hidden[0] = rms_norm(hidden[0], self.final_norm, self.eps)
+        for depth, layer in enumerate(self.mtp, self.first_depth):
+            hidden.append(layer(self._embed(batch.tokens[depth]), hidden[-1]))
+        if not self.stage.has_loss:
+            return torch.stack(hidden) if len(hidden) > 1 else hidden[0][None]
+        return torch.stack([self._loss(x_LH, batch.targets[depth], depth) for depth, x_LH in enumerate(hidden)])
 
-        def run(normed_LH: Tensor) -> Tensor:
-            out_LH: Tensor = checkpointed(block, normed_LH) if recompute else block(normed_LH)
-            return out_LH
+    def _embed(self, tokens_T: Tensor) -> Tensor:
+        assert self.embedding is not None
+        return embed(tokens_T, self.embedding, self.first_token, self.mesh.tp)
 
-        if self.drop_norms:
-            return dropping_output(norm, (x_LH,), run)
-        return run(*norm(x_LH))
-
-    def _add(self, x_LH: Tensor, update_LH: Tensor) -> Tensor:
-        with scope("elementwise"):
-            return x_LH + update_LH
+    def _loss(self, x_LH: Tensor, targets_T: Tensor, depth: int) -> Tensor:
+        assert self.head is not None
+        loss_T = head_loss(x_LH, self.head, targets_T, self.first_token, self.mesh.tp)
+        with scope("loss"):
+            return loss_T.sum() if depth == 0 else (loss_T * (targets_T != NO_TARGET)).sum()
 
 
 class Transformer(nn.Module):
-    """The whole model of a plan without pipeline; its parameters, in order, are in ``table``."""
+    """The virtual stages of one pipeline rank, in order; its parameters, in order, are in ``table``."""
 
     def __init__(self, plan: Plan, mesh: Mesh, seed: int, device: torch.device) -> None:
         super().__init__()
-        model = plan.model
+        model, rank = plan.model, mesh.pp.index
+        self.plan, self.mesh = plan, mesh
         self.table = ParameterTable(device, plan_dtypes(plan).param, seed)
-        self.mesh, self.eps, self.recompute_layers = mesh, model.norm_eps, "full" in plan.recompute
-        self.first_token, end = vocabulary_range(model.vocab_size, mesh.tp)
-        whole, local = (model.vocab_size, model.hidden_size), (end - self.first_token, model.hidden_size)
-        self.embedding = self.table.add(split_piece("embedding.weight", whole, 0, mesh.tp), shape=local)
-        self.layers = nn.ModuleList(DecoderLayer(plan, layer, mesh, self.table) for layer in range(model.num_layers))
-        self.final_norm = self.table.add_norm("final_norm.weight", model.hidden_size)
-        self.head = self.embedding
-        if not model.tied_embeddings:
-            self.head = self.table.add(split_piece("head.weight", whole, 0, mesh.tp), shape=local)
+        first_token, end = vocabulary_range(model.vocab_size, mesh.tp)
+        whole, local = (model.vocab_size, model.hidden_size), (end - first_token, model.hidden_size)
+        holders = embedding_holders(plan)
+        self.embedding: nn.Parameter | None = None
+        if rank in holders:
+            piece = split_piece("embedding.weight", whole, 0, mesh.tp)
+            self.embedding = self.table.add(piece, shape=local, is_shared=len(holders) > 1)
+        self.head: nn.Parameter | None = None
+        if any(stage.has_loss for stage in plan.pipeline.stages_of_rank(plan.pp, rank)):
+            self.head = self.embedding
+            if not model.tied_embeddings:
+                self.head = self.table.add(split_piece("head.weight", whole, 0, mesh.tp), shape=local)
+        self.stages = nn.ModuleList(
+            ModelStage(plan, index, mesh, self.table, embedding=self.embedding, head=self.head)
+            for index in range(rank, plan.pp * plan.vp, plan.pp)
+        )
 
     def forward(self, tokens_T: Tensor, targets_T: Tensor) -> Tensor:
-        """Cross entropy summed over the tokens of the tp group, the same on each of its ranks."""
-        x_LH = embed(tokens_T, self.embedding, self.first_token, self.mesh.tp)
-        for layer in self.layers:
-            x_LH = checkpointed(layer, x_LH) if self.recompute_layers else layer(x_LH)
-        with scope("elementwise"):
-            x_LH = rms_norm(x_LH, self.final_norm, self.eps)
-        return head_loss(x_LH, self.head, targets_T, self.first_token, self.mesh.tp).sum()
+        """Loss of all depths summed over the tokens, where one rank holds the whole model."""
+        batch = cut_micro_batch(tokens_T, targets_T, self.plan, self.mesh.cp)
+        (whole,) = self.stages
+        losses_P: Tensor = whole(batch, None)
+        weights_P = losses_P.new_tensor(loss_weights(self.plan)) * self.plan.tokens_per_step
+        return (losses_P * weights_P).sum()
+
+    @property
+    def layers(self) -> list[DecoderLayer]:
+        """Decoder layers of this rank, in order, with those inside MTP layers."""
+        return [module for module in self.modules() if isinstance(module, DecoderLayer)]
 
     def routers(self) -> Iterator[Router]:
-        """The router of every MoE layer, in order."""
+        """The router of every MoE layer of this rank, in order."""
         for module in self.modules():
             if isinstance(module, Router):
                 yield module

@@ -38,7 +38,7 @@ class Router(nn.Module):
     def __init__(self, plan: Plan, moe: Moe, name: str, mesh: Mesh, table: ParameterTable) -> None:
         super().__init__()
         spec = moe.router
-        self.moe, self.spec, self.mesh = moe, spec, mesh
+        self.name, self.moe, self.spec, self.mesh = name, moe, spec, mesh
         self.seq_len, self.num_sequences, self.num_tokens = plan.seq_len, plan.mbs, plan.tokens_per_rank
         self.options = RouterOptions(
             top_k=moe.top_k,

@@ -45,6 +45,7 @@ class ClassOptimizer:
     def reduce_grads(self) -> None:
         """Sum gradients over the copies of this class; afterwards ``grads`` are those of what this rank updates."""
         buffer = self.buffer
+        buffer.sum_shared()
         buffer.sum_replicated()
         grads = buffer.reduce_scatter_grads() if self.is_sharded else buffer.all_reduce_grads()
         self.grads = grads.to(self.main_dtype)
@@ -102,13 +103,21 @@ class ChainedOptimizer:
     """Both classes of a model, stepped together."""
 
     def __init__(
-        self, entries: Sequence[Entry], dtypes: Dtypes, run: RunConfig, mesh: Mesh, sharding: Sharding
+        self,
+        entries: Sequence[Entry],
+        dtypes: Dtypes,
+        run: RunConfig,
+        mesh: Mesh,
+        sharding: Sharding,
+        *,
+        embedding_group: Group | None,
+        device: torch.device,
     ) -> None:
-        self.max_norm, self.world = run.clip_grad_norm, mesh.world
-        classes = ((False, mesh.dp_cp, mesh.tp), (True, mesh.edp, mesh.etp))
+        self.max_norm, self.world, self.device = run.clip_grad_norm, mesh.world, device
+        classes = ((False, (mesh.dp_cp, mesh.tp, embedding_group)), (True, (mesh.edp, mesh.etp, None)))
         self.classes = [
-            ClassOptimizer(FlatBuffer(chosen, dtypes, shard_group, replica_group), dtypes, run, sharding)
-            for is_expert, shard_group, replica_group in classes
+            ClassOptimizer(FlatBuffer(chosen, dtypes, *groups), dtypes, run, sharding)
+            for is_expert, groups in classes
             if (chosen := [entry for entry in entries if entry.is_expert == is_expert])
         ]
 
@@ -117,7 +126,9 @@ class ChainedOptimizer:
         for one in self.classes:
             one.reduce_grads()
         with scope("optimizer"):
-            total = torch.stack([one.squared_norm() for one in self.classes]).sum()
+            total = torch.zeros((), dtype=torch.float64, device=self.device)  # a stage may hold no parameter
+            for one in self.classes:
+                total = total + one.squared_norm()
             return gather_scalars(total, self.world)
 
     def update(self, lr: float, norm: float) -> None:

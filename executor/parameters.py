@@ -62,13 +62,17 @@ def residual_std(num_layers: int) -> float:
 
 @dataclass(frozen=True)
 class Entry:
-    """A parameter of this rank. ``is_replicated``: each rank of tp (dense) holds it and a part of its gradient."""
+    """A parameter of this rank. ``is_replicated``: each rank of tp (dense) holds it and a part of its gradient.
+
+    ``is_shared``: other pipeline ranks hold it as well, each with the gradient of its own use.
+    """
 
     parameter: nn.Parameter
     pieces: tuple[Piece, ...]
     is_expert: bool
     is_replicated: bool
     is_decayed: bool
+    is_shared: bool = False
 
 
 @dataclass
@@ -87,13 +91,14 @@ class ParameterTable:
         is_expert: bool = False,
         is_replicated: bool = False,
         is_decayed: bool = True,
+        is_shared: bool = False,
     ) -> nn.Parameter:
         """A new parameter of ``shape`` (of this rank) filled from its pieces."""
         local = torch.zeros(shape, dtype=self.dtype, device=self.device)
         for piece in pieces:
             local[piece.target] = _draw(piece, self.seed, self.device)[piece.source].to(self.dtype)
         parameter = nn.Parameter(local)
-        self.entries.append(Entry(parameter, pieces, is_expert, is_replicated, is_decayed))
+        self.entries.append(Entry(parameter, pieces, is_expert, is_replicated, is_decayed, is_shared))
         return parameter
 
     def add_whole(

@@ -12,8 +12,10 @@ from moeplan.executor.data import TokenSource
 from moeplan.executor.dtypes import plan_dtypes
 from moeplan.executor.measure import PeakBytes, StepTimer, StepTrace, peak_device_bytes
 from moeplan.executor.mesh import Mesh
+from moeplan.executor.micro_batch import MicroBatch, cut_micro_batch
 from moeplan.executor.model import Transformer
 from moeplan.executor.optimizer import ChainedOptimizer, gather_scalars, learning_rate
+from moeplan.executor.pipeline import Pipeline, embedding_group
 from moeplan.executor.power import PowerSamples
 from moeplan.plan import Plan
 from moeplan.results import FamilyTime
@@ -53,34 +55,39 @@ class Trainer:
     def __init__(self, plan: Plan, run: RunConfig, mesh: Mesh, tokens: TokenSource, device: torch.device) -> None:
         self.plan, self.run, self.mesh, self.tokens, self.device = plan, run, mesh, tokens, device
         self.model = Transformer(plan, mesh, run.seed, device)
-        dtypes = plan_dtypes(plan)
-        self.optimizer = ChainedOptimizer(self.model.table.entries, dtypes, run, mesh, plan.sharding)
+        self.pipeline = Pipeline(plan, mesh, self.model)
+        group, entries = embedding_group(plan, mesh), self.model.table.entries
+        self.optimizer = ChainedOptimizer(
+            entries, plan_dtypes(plan), run, mesh, plan.sharding, embedding_group=group, device=device
+        )
 
     def step(self, number: int) -> StepResult:
         """One step over the global batch. RunFailedError names step and rank where loss or gradient is not finite."""
-        plan, first = self.plan, self.mesh.dp.index * self.plan.num_micro_batches
-        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
-        for micro_batch in range(first, first + plan.num_micro_batches):
-            tokens, targets = self.tokens.batch(number, micro_batch * plan.mbs, plan.mbs)
-            loss = self.model(self._moved(tokens), self._moved(targets)) / plan.tokens_per_step
-            loss.backward()
-            loss_sum += loss.detach()
-        losses = gather_scalars(loss_sum, self.mesh.dp_cp)
-        self._check_finite("loss", losses, number, self.mesh.dp_cp.ranks)
+        loss_sum = self.pipeline.run(lambda index: self._micro_batch(number, index))[0] / self.plan.tokens_per_step
+        # Ranks without the loss bring zero; those of a tp group all have the same one.
+        losses = gather_scalars(loss_sum * (self.mesh.tp.index == 0), self.mesh.world)
+        self._check_finite("loss", losses, number)
         squares = self.optimizer.reduce_grads()
-        self._check_finite("gradient norm", squares, number, self.mesh.world.ranks)
+        self._check_finite("gradient norm", squares, number)
         norm = math.sqrt(sum(squares))
         self.optimizer.update(learning_rate(self.run, number), norm)
         for router in self.model.routers():
             router.update_bias()
         return StepResult(sum(losses), norm)
 
+    def _micro_batch(self, number: int, index: int) -> MicroBatch:
+        """Ids of micro-batch ``index`` of this rank's dp index."""
+        plan = self.plan
+        first = (self.mesh.dp.index * plan.num_micro_batches + index) * plan.mbs
+        tokens, targets = self.tokens.batch(number, first, plan.mbs)
+        return cut_micro_batch(self._moved(tokens), self._moved(targets), plan, self.mesh.cp)
+
     def _moved(self, ids: torch.Tensor) -> torch.Tensor:
         """Token ids on the device. Pinned, or the host would wait there for the micro-batch before."""
         return ids.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else ids
 
-    def _check_finite(self, what: str, values: list[float], number: int, ranks: tuple[int, ...]) -> None:
-        for rank, value in zip(ranks, values, strict=True):
+    def _check_finite(self, what: str, values: list[float], number: int) -> None:
+        for rank, value in enumerate(values):
             if not math.isfinite(value):
                 raise RunFailedError(
                     f"{what} is {value} at step {number + 1} on rank {rank}",

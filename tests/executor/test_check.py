@@ -20,7 +20,6 @@ def test_what_the_executor_runs_passes(model: ModelSpec) -> None:
 @pytest.mark.parametrize(
     "key,changes",
     [
-        ("pp", {"pp": 2}),
         ("cp", {"cp": 2}),
         ("precision", {"precision": "fp8_blockwise"}),
         ("dispatcher", {"dispatcher": "flex"}),
@@ -36,7 +35,6 @@ def test_each_limit_of_plans_is_named(key: str, changes: dict[str, Any]) -> None
 @pytest.mark.parametrize(
     "key,changes",
     [
-        ("model.num_mtp_layers", {"num_mtp_layers": 1}),
         ("model.attention.sinks", {"attention": ATTENTION.model_copy(update={"sinks": True})}),
         ("model.moe.mlp_bias", {"moe": MOE.model_copy(update={"mlp_bias": True})}),
         (

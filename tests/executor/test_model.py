@@ -20,6 +20,7 @@ from moeplan.parameters import total_parameters
 from moeplan.plan import Plan
 from moeplan.presets import load_model
 from tests.executor.cases import GQA_MODEL, MLA_MODEL, tiny_plan
+from tests.executor.folding_cases import MLA as FOLDED_MLA
 
 CPU = torch.device("cpu")
 
@@ -37,21 +38,25 @@ def normal(*shape: int) -> Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3)).requires_grad_()
 
 
-@pytest.mark.parametrize("model", [GQA_MODEL, MLA_MODEL, load_model("tiny-moe")])
+@pytest.mark.parametrize("model", [GQA_MODEL, MLA_MODEL, FOLDED_MLA, load_model("tiny-moe")])
 def test_parameters_are_as_many_as_the_model_has(model: ModelSpec, mesh: Mesh) -> None:
     transformer = build(tiny_plan(model, 1, precision="fp32"), mesh)
-    assert sum(parameter.numel() for parameter in transformer.parameters()) == total_parameters(model)
+    assert sum(parameter.numel() for parameter in transformer.parameters()) == total_parameters(model, with_mtp=True)
     pieces = [piece for entry in transformer.table.entries for piece in entry.pieces]
     assert len({piece.name for piece in pieces}) == len(pieces)
-    assert sum(math.prod(piece.shape) for piece in pieces) == total_parameters(model)
+    assert sum(math.prod(piece.shape) for piece in pieces) == total_parameters(model, with_mtp=True)
 
 
 def test_a_weight_depends_on_its_name_and_the_seed_alone(mesh: Mesh) -> None:
     plan = tiny_plan(GQA_MODEL, 1)
     first, again = build(plan, mesh), build(plan.replace(seq_len=8), mesh)
+    other = Transformer(plan, mesh, seed=8, device=CPU)
+    assert first.head is not None
+    assert first.embedding is not None
+    assert other.head is not None
     torch.testing.assert_close(first.head, again.head, rtol=0, atol=0)
     assert not torch.equal(first.head, first.embedding)
-    assert not torch.equal(first.head, Transformer(plan, mesh, seed=8, device=CPU).head)
+    assert not torch.equal(first.head, other.head)
     assert float(first.head.detach().std()) == pytest.approx(0.02, rel=0.05)
 
 

@@ -1,0 +1,65 @@
+"""One layer of the decoder on one rank of a folding.
+
+Shapes: L tokens of this rank, H hidden. Between blocks each rank holds its own L tokens (sequence parallel), because
+everything there works by token.
+"""
+
+from torch import Tensor, nn
+
+from moeplan.executor.attention import build_attention
+from moeplan.executor.mesh import Mesh
+from moeplan.executor.mlp import Mlp
+from moeplan.executor.moe import MoeBlock
+from moeplan.executor.parameters import ParameterTable
+from moeplan.executor.recompute import checkpointed, dropping_output
+from moeplan.executor.scopes import scope
+from moeplan.kernels.norm import rms_norm
+from moeplan.plan import Plan
+
+
+class DecoderLayer(nn.Module):
+    """Attention and MLP or experts, each after a norm and added to the residual stream.
+
+    Layers from ``num_layers`` on are those of MTP.
+    """
+
+    def __init__(self, plan: Plan, layer: int, mesh: Mesh, table: ParameterTable) -> None:
+        super().__init__()
+        model, recompute = plan.model, plan.recompute
+        self.eps = model.norm_eps
+        self.attention_norm = table.add_norm(f"layers.{layer}.attention_norm.weight", model.hidden_size)
+        self.attention = build_attention(plan, layer, mesh.tp, table)
+        self.mlp_norm = table.add_norm(f"layers.{layer}.mlp_norm.weight", model.hidden_size)
+        self.mlp: nn.Module
+        kind = model.layer_kinds[layer] if layer < model.num_layers else model.mtp_kind
+        if kind == "moe" and model.moe is not None:
+            self.mlp = MoeBlock(plan, model.moe, layer, mesh, table)
+            self.recompute_mlp = "moe" in recompute
+        else:
+            self.mlp = Mlp(model, f"layers.{layer}.mlp", model.dense_ffn_size, mesh.tp, table)
+            self.recompute_mlp = "mlp" in recompute
+        self.drop_norms = "layernorm" in recompute
+
+    def forward(self, x_LH: Tensor) -> Tensor:
+        """This rank's tokens through the layer."""
+        x_LH = self._add(x_LH, self._normed(x_LH, self.attention_norm, self.attention, recompute=False))
+        return self._add(x_LH, self._normed(x_LH, self.mlp_norm, self.mlp, recompute=self.recompute_mlp))
+
+    def _normed(self, x_LH: Tensor, weight_H: nn.Parameter, block: nn.Module, *, recompute: bool) -> Tensor:
+        """``block`` of the norm of x, keeping as much of it as the plan's recompute leaves."""
+
+        def norm(x_LH: Tensor) -> tuple[Tensor]:
+            with scope("elementwise"):
+                return (rms_norm(x_LH, weight_H, self.eps),)
+
+        def run(normed_LH: Tensor) -> Tensor:
+            out_LH: Tensor = checkpointed(block, normed_LH) if recompute else block(normed_LH)
+            return out_LH
+
+        if self.drop_norms:
+            return dropping_output(norm, (x_LH,), run)
+        return run(*norm(x_LH))
+
+    def _add(self, x_LH: Tensor, update_LH: Tensor) -> Tensor:
+        with scope("elementwise"):
+            return x_LH + update_LH

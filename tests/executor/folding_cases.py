@@ -1,0 +1,121 @@
+"""Foldings of one tiny model that have every part: dense first layer, shared expert, MTP, both kinds of attention."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moeplan.executor.train import Trainer
+from moeplan.model_spec import GqaAttention, MlaAttention, ModelSpec, Moe, Router
+from moeplan.run_config import RunConfig
+from tests.executor.cases import Part, build_trainer, tiny_plan, weights_of
+
+STEPS = 5
+TOLERANCE = 1e-9
+# Clipping is active: the norm of a fresh model's gradient is near 3.
+RUN = RunConfig(steps=STEPS, lr=3e-3, lr_warmup_steps=2, clip_grad_norm=0.5)
+
+_MOE = Moe(
+    num_experts=8,
+    top_k=2,
+    expert_ffn_size=16,
+    shared_ffn_size=16,
+    router=Router(aux_loss="seq_aux_loss", aux_loss_coeff=0.05, z_loss_coeff=0.01, expert_bias=True),
+)
+GQA = ModelSpec(
+    name="folded-gqa",
+    num_layers=4,
+    hidden_size=32,
+    vocab_size=256,
+    dense_ffn_size=32,
+    num_dense_layers=1,
+    num_mtp_layers=1,
+    attention=GqaAttention(num_heads=4, num_kv_heads=4, head_dim=8, qk_norm=True, qkv_bias=True),
+    moe=_MOE,
+)
+MLA = GQA.model_copy(
+    update={
+        "name": "folded-mla",
+        "tied_embeddings": True,
+        "num_mtp_layers": 2,
+        "attention": MlaAttention(
+            num_heads=4, q_lora_rank=12, kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8
+        ),
+        "moe": _MOE.model_copy(
+            update={
+                "router": Router(
+                    score_function="sigmoid",
+                    num_groups=4,
+                    top_groups=2,
+                    scaling_factor=2.5,
+                    aux_loss="aux_loss",
+                    aux_loss_coeff=0.05,
+                    expert_bias=True,
+                )
+            }
+        ),
+    }
+)
+# Two sliding windows and no MTP: the final norm then belongs to the loss.
+WINDOWED = GQA.model_copy(
+    update={
+        "name": "folded-windowed",
+        "num_mtp_layers": 0,
+        "attention": GqaAttention(num_heads=4, num_kv_heads=2, head_dim=8, sliding_window=6, sliding_period=2),
+    }
+)
+MODELS = {"gqa": GQA, "mla": MLA, "windowed": WINDOWED}
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What some steps leave on one rank; ``biases`` by the name of their router."""
+
+    losses: list[float]
+    grad_norms: list[float]
+    parts: list[Part]
+    biases: dict[str, Tensor]
+
+
+def ran(trainer: Trainer, losses: list[float], grad_norms: list[float]) -> Ran:
+    """The state after some steps."""
+    biases = {router.name: router.bias_E.clone() for router in trainer.model.routers() if router.bias_E is not None}
+    return Ran(losses, grad_norms, weights_of(trainer), biases)
+
+
+def train_folded(rank: int, model: str, num_gpus: int, changes: dict[str, Any]) -> Ran:
+    """All steps of one plan; every rank of it calls this together, and others return at once."""
+    trainer = build_trainer(rank, tiny_plan(MODELS[model], num_gpus, **changes), RUN)
+    results = [trainer.step(number) for number in range(STEPS)]
+    return ran(trainer, [result.loss for result in results], [result.grad_norm for result in results])
+
+
+@lru_cache
+def alone(model: str, mbs: int = 1) -> Ran:
+    """The same steps on one process without any process group."""
+    return train_folded(0, model, 1, {"mbs": mbs})
+
+
+def assert_same_run(expected: Ran, ranks: list[Ran]) -> None:
+    """Loss, global norm, router biases and every weight agree, and no part of a weight is missing."""
+    for outcome in ranks:
+        torch.testing.assert_close(outcome.losses, expected.losses, rtol=0, atol=TOLERANCE)
+        torch.testing.assert_close(outcome.grad_norms, expected.grad_norms, rtol=TOLERANCE, atol=TOLERANCE)
+    assert_same_state(expected, ranks)
+
+
+def assert_same_state(expected: Ran, ranks: list[Ran]) -> None:
+    """Router biases and every weight agree, and no part of a weight is missing."""
+    whole = {part.name: part.values for part in expected.parts}
+    seen = {name: torch.zeros(values.shape, dtype=torch.bool) for name, values in whole.items()}
+    for outcome in ranks:
+        for name, bias_E in outcome.biases.items():
+            torch.testing.assert_close(bias_E, expected.biases[name], rtol=0, atol=0)
+        for part in outcome.parts:
+            wanted = whole[part.name][part.source]
+            torch.testing.assert_close(part.values, wanted, rtol=0, atol=TOLERANCE, msg=f"{part.name} differs")
+            seen[part.name][part.source] = True
+    assert {name for outcome in ranks for name in outcome.biases} == set(expected.biases)
+    assert all(bool(mask.all()) for mask in seen.values()), "some weight is on no rank"
