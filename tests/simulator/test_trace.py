@@ -28,7 +28,7 @@ def test_ops_fill_their_chunks_and_the_trace_is_json(report_plan: Plan) -> None:
         if span.rank == 0 and span.stream == "compute" and first.start_s <= span.start_s < first.end_s
     ]
     assert inside[0].op == "embedding embedding"
-    assert max(span.end_s for span in inside) == pytest.approx(first.end_s, rel=0.01)  # the host may end it
+    assert max(span.end_s for span in inside) == pytest.approx(first.end_s, rel=0.05)  # the host may end it
     for before, after in itertools.pairwise(inside):
         assert after.start_s >= before.end_s - 1e-12
 
