@@ -7,6 +7,11 @@ from moeplan.pipeline_order import schedule_problem
 from moeplan.point import Point
 from moeplan.vocabulary import PRECISIONS
 
+FP8_BLOCK = 128
+# deepseek-ai/DeepEP: the tuned table of deep_ep/buffer.py (issues 464, 90) and the row caps of its kernels (issue 722).
+DEEPEP_RANKS = (2, 4, 8, 16, 24, 32, 64, 128, 144, 160)
+DEEPEP_NODE_RANKS, DEEPEP_HIDDEN_INSIDE, DEEPEP_HIDDEN_ACROSS = 8, 8184, 8144
+
 
 def violations(model: ModelSpec, point: Point) -> Iterator[tuple[str, str]]:
     """Each broken rule as (key, what was got and what is allowed), for degrees that multiply out."""
@@ -25,6 +30,8 @@ def violations(model: ModelSpec, point: Point) -> Iterator[tuple[str, str]]:
     yield from _overlap_violations(model, point)
     yield from _graph_violations(model, point)
     yield from _precision_violations(point)
+    yield from _block_violations(model, point)
+    yield from _deepep_violations(model, point)
     yield from _offload_violations(point)
 
 
@@ -79,6 +86,35 @@ def _precision_violations(point: Point) -> Iterator[tuple[str, str]]:
     barred = {"moe_act", "layernorm"} & set(point.recompute)
     if point.precision == "fp8_delayed" and barred:
         yield "recompute", f"delayed scaling excludes {', '.join(sorted(barred))}"
+
+
+def _block_violations(model: ModelSpec, point: Point) -> Iterator[tuple[str, str]]:
+    """Blockwise FP8 scales blocks of 128 x 128 of a weight, whole on each rank."""
+    if point.precision != "fp8_blockwise":
+        return
+    if model.hidden_size % FP8_BLOCK:
+        yield "precision", f"fp8_blockwise needs a hidden size in blocks of {FP8_BLOCK}, got {model.hidden_size}"
+    if model.moe is not None and (model.moe.expert_ffn_size // point.etp) % FP8_BLOCK:
+        width = model.moe.expert_ffn_size
+        cut = f"expert width {width} over etp {point.etp} is {width / point.etp:g}"
+        yield "etp", f"fp8_blockwise needs blocks of {FP8_BLOCK}: {cut}"
+
+
+def _deepep_violations(model: ModelSpec, point: Point) -> Iterator[tuple[str, str]]:
+    """Limits of DeepEP's training kernels: groups of its tuned table, and rows that fit its shared memory."""
+    if model.moe is None or point.dispatcher != "flex" or point.flex_backend != "deepep":
+        return
+    num_ranks = point.ep * point.etp
+    if num_ranks == 1:
+        return
+    if num_ranks not in DEEPEP_RANKS:
+        allowed = ", ".join(map(str, DEEPEP_RANKS))
+        yield "ep", f"DeepEP has kernels for ep x etp of {allowed}, got {num_ranks}: take hybridep or alltoall"
+    inside = num_ranks <= DEEPEP_NODE_RANKS
+    limit = DEEPEP_HIDDEN_INSIDE if inside else DEEPEP_HIDDEN_ACROSS
+    if model.hidden_size > limit:
+        where = "inside a node" if inside else "across nodes"
+        yield "dispatcher", f"DeepEP takes a hidden size of at most {limit} {where}, got {model.hidden_size}"
 
 
 def _offload_violations(point: Point) -> Iterator[tuple[str, str]]:

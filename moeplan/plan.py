@@ -43,6 +43,7 @@ class Plan(Record):
     mbs: PositiveInt = Field(default=1, description="sequences of one micro-batch")
     tp: PositiveInt = 1
     cp: PositiveInt = 1
+    sequence_parallel: bool = Field(default=True, description="tp splits norms and residuals by tokens as well")
     pp: PositiveInt = 1
     vp: PositiveInt = 1
     etp: PositiveInt = 1
@@ -93,6 +94,9 @@ class Plan(Record):
                 object.__setattr__(self, degree, derived)
             for key, problem in violations(self.model, self._unchecked_point()):
                 raise ValueError(f"{key}: {problem}")
+            if self.tp > 1 and not self.sequence_parallel:
+                who = "MoE layers" if self.model.moe else "predictions"
+                raise ValueError(f"sequence_parallel: {who} under tp {self.tp} need it, got False")
             num_stages = self.pp * self.vp
             if self.layout:
                 parsed = PipelineLayout.from_string(self.layout)

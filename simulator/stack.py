@@ -38,6 +38,15 @@ FEATURES: tuple[Feature, ...] = get_args(Feature)
 SavedTensorTable = Literal["megatron", "native", "torchtitan", "korthikanti-2022"]
 
 
+class KnownFailure(Record):
+    """A dispatcher that a release cannot run on some machines."""
+
+    backend: DispatchBackend
+    hardware: tuple[str, ...]
+    across_domains: bool = Field(default=True, description="only where the expert group leaves the NVLink domain")
+    ref: str
+
+
 class SoftwareStack(Record):
     """One engine at one release. Every number carries its source; a plan names its stack, and so does a prediction.
 
@@ -56,6 +65,8 @@ class SoftwareStack(Record):
     recompute: tuple[RecomputeModule, ...]
     features: tuple[Feature, ...] = Field(default=(), description="further settings of a plan that it executes")
     defaults: tuple[DefaultRule, ...] = Field(default=(), description="what its recipes set; the first rule wins")
+    ep_covers_tp: bool = Field(default=False, description="refuses an ep below tp for MoE models")
+    known_failures: tuple[KnownFailure, ...] = Field(default=(), description="settings that hang or fail on a machine")
     max_pp: PositiveInt | None = None
     max_vp: PositiveInt | None = None
     max_cp: PositiveInt | None = None
@@ -86,6 +97,15 @@ class SoftwareStack(Record):
     def dispatch_backend(self, point: Point) -> DispatchBackend:
         """The back end that a point's dispatcher names."""
         return "alltoall" if point.dispatcher == "alltoall" else point.flex_backend
+
+    def failures(self, model: ModelSpec, point: Point, profile: HardwareProfile) -> Iterator[tuple[str, str]]:
+        """Known failures that the point would meet on this machine, as (key, what and where it is reported)."""
+        crosses = point.ep * point.etp > profile.scale_up_domain_gpus.value
+        for known in self.known_failures:
+            is_met = known.backend == self.dispatch_backend(point) and profile.name in known.hardware
+            if model.moe is not None and is_met and (crosses or not known.across_domains):
+                where = f"{profile.name} (NVLink domain of {profile.scale_up_domain_gpus.value:g} GPUs)"
+                yield "dispatcher", f"{known.backend} with ep {point.ep} on {where}: {known.ref}"
 
     def features_of(
         self, model: ModelSpec, profile: HardwareProfile, precision: PrecisionName, backend: DispatchBackend | None
@@ -119,6 +139,8 @@ class SoftwareStack(Record):
                 yield axis, f"{stack} runs at most {axis} {limit}, got {degree}"
         if model.moe is None:
             return
+        if self.ep_covers_tp and point.ep < point.tp:
+            yield "ep", f"{stack} refuses ep {point.ep} below tp {point.tp} for MoE models"
         backend = self.dispatch_backend(point)
         if not self.dispatchers:
             yield "model", f"{stack} has no MoE layer, {model.name} needs one"
