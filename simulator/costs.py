@@ -43,7 +43,8 @@ def _roofline(op: Op, profile: HardwareProfile, compute: Cost) -> Cost:
     if not op.epilogue_hbm_bytes:
         return larger
     rate = profile.hbm_bytes_per_s.value * profile.hbm_efficiency_frac.value
-    return replace(larger, seconds=larger.seconds + op.epilogue_hbm_bytes / rate)
+    seconds = larger.seconds + op.epilogue_hbm_bytes / rate
+    return Cost(seconds, larger.bound, larger.source, larger.error_frac, larger.note)
 
 
 def _memory(op: Op, profile: HardwareProfile) -> Cost:
@@ -107,6 +108,8 @@ def _exchange(op: Op, profile: HardwareProfile) -> Cost:
     if not costs:
         return NO_COST
     slowest = max(costs, key=lambda one: one.seconds)
+    if not op.wait_s:
+        return slowest
     return replace(slowest, seconds=slowest.seconds + op.wait_s)
 
 

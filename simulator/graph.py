@@ -6,7 +6,7 @@ difference is the host's.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import networkx as nx
 import numpy as np
@@ -95,7 +95,7 @@ def _costs(ops: Sequence[Op], profile: HardwareProfile) -> list[Cost]:
     sustained = profile.sustained_frac.value
     reached = 1 - (1 - sustained) * min(1.0, gemm_s / busy_s / FULL_POWER_DUTY)
     return [
-        replace(one, seconds=one.seconds * sustained / reached) if is_gemm else one
+        Cost(one.seconds * sustained / reached, one.bound, one.source, one.error_frac, one.note) if is_gemm else one
         for one, is_gemm in zip(costs, computing, strict=True)
     ]
 

@@ -38,8 +38,6 @@ class OpShape:
     recompute: tuple[RecomputeModule, ...]
     grad_dtype: str
     backend: DispatchBackend
-    ep_overlap: bool
-    delay_wgrad: bool
     shared_expert_overlap: bool
     dispatch_sms: int
     routing: Routing
@@ -69,8 +67,6 @@ class OpShape:
             recompute=point.recompute,
             grad_dtype=point.grad_dtype,
             backend=stack.dispatch_backend(point),
-            ep_overlap=point.ep_overlap,
-            delay_wgrad=point.delay_wgrad,
             shared_expert_overlap=point.shared_expert_overlap,
             dispatch_sms=point.dispatch_sms,
             routing=point.routing,

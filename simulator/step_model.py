@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import log2
 from typing import Literal
@@ -50,11 +50,10 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True)
 class PartTime:
-    """Forward and backward of one part, and what a pair of them saves by overlap: exposed dispatch, exposed host."""
+    """Forward and backward of one part."""
 
     forward: PhaseTime
     backward: PhaseTime
-    saved_s: tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +75,8 @@ class StepModel:
     stack: SoftwareStack
     profile: HardwareProfile
     _parts: dict[tuple[Part, OpShape], PartTime] = field(default_factory=dict)
+    _forwards: dict[tuple[Part, OpShape], PhaseTime] = field(default_factory=dict)
+    _saved: dict[tuple[Part, OpShape, bool], tuple[float, float]] = field(default_factory=dict)
     _stages: dict[str, tuple[dict[Part, int], ...]] = field(default_factory=dict)
     _ends: dict[tuple[object, ...], tuple[StepEnds, ...]] = field(default_factory=dict)
 
@@ -98,21 +99,32 @@ class StepModel:
         return [results[index] for index in range(len(points))]
 
     def part_time(self, part: Part, shape: OpShape) -> PartTime:
-        """Forward, backward and hidden seconds of a part."""
+        """Forward and backward of a part."""
         key = (part, shape)
         if key not in self._parts:
             ops = forward_ops(self.model, part, shape, self.stack)
             time = self.stack.time
-            forward = phase_time(ops, self.profile, time, shape.cuda_graph)
+            plain = (part, replace(shape, recompute=()))  # what backward makes again is no matter of forward
+            if plain not in self._forwards:
+                self._forwards[plain] = phase_time(ops, self.profile, time, shape.cuda_graph)
+            forward = self._forwards[plain]
             backward = phase_time(backward_ops(ops, shape, time), self.profile, time, shape.cuda_graph)
-            saved = (0.0, 0.0)
-            if part.kind == "moe" and shape.ep_overlap:
-                sm_frac = dispatch_sm_frac(self.profile, shape.backend, shape.dispatch_sms)
-                saved = paired_saving(
-                    forward, backward, sm_frac, delay_wgrad=shape.delay_wgrad, overlap_frac=time.overlap_frac.value
-                )
-            self._parts[key] = PartTime(forward, backward, saved)
+            self._parts[key] = PartTime(forward, backward)
         return self._parts[key]
+
+    def saved_s(self, part: Part, shape: OpShape, point: Point) -> tuple[float, float]:
+        """Exposed dispatch and host that a pair of one part's forward and backward saves by overlap."""
+        if part.kind != "moe" or not point.ep_overlap:
+            return 0.0, 0.0
+        key = (part, shape, point.delay_wgrad)
+        if key not in self._saved:
+            time = self.part_time(part, shape)
+            sm_frac = dispatch_sm_frac(self.profile, shape.backend, shape.dispatch_sms)
+            frac = self.stack.time.overlap_frac.value
+            self._saved[key] = paired_saving(
+                time.forward, time.backward, sm_frac, delay_wgrad=point.delay_wgrad, overlap_frac=frac
+            )
+        return self._saved[key]
 
     def phase(self, point: Point, part: Part, kind: Literal["F", "B"]) -> PhaseTime:
         """Forward or backward of one part of a plan, with its ops."""
@@ -146,7 +158,8 @@ class StepModel:
         backward = counts @ np.array([one.backward.seconds for one in times])
         total = counts @ np.array([one.forward.total_s + one.backward.total_s for one in times])
         exposed = counts @ np.array([one.forward.exposed_s + one.backward.exposed_s for one in times])
-        saved = counts @ np.array([one.saved_s for one in times]) * self._paired(point)[:, None]
+        savings = np.array([self.saved_s(part, shape, point) for part in parts])
+        saved = counts @ savings * self._paired(point)[:, None]
         slowest = 1 + self.stack.time.jitter_frac.value * log2(point.num_gpus)
         left = 1 - saved.sum(axis=1) / np.maximum(forward + backward, 1e-12)  # a stage may be empty
         forward, backward = forward * left * slowest, backward * left * slowest
