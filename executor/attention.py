@@ -1,11 +1,12 @@
 """Attention with heads split over tensor-parallel ranks: grouped-query and multi-head latent.
 
-Shapes: L tokens of this rank, T = B * S tokens of the tp group (B sequences of S, one after the other), H hidden,
-N heads of this rank, D width of a head.
+Shapes: L tokens of this rank, T = B * S tokens of the tp group (S of each of B sequences, one after the other; under
+context parallelism a part of each), H hidden, N heads of this rank, D width of a head.
 """
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +14,9 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from moeplan.executor.collectives import gather_rows
+from moeplan.executor.context import GatheredAttention, own_positions
 from moeplan.executor.linear import column_linear, local_linear, row_linear
-from moeplan.executor.mesh import Group
+from moeplan.executor.mesh import Mesh
 from moeplan.executor.parameters import ParameterTable, residual_std, split_piece
 from moeplan.executor.recompute import checkpointed, dropping_output
 from moeplan.executor.scopes import scope
@@ -65,18 +67,22 @@ def window_mask(seq_len: int, window: int, device: torch.device) -> Tensor | Non
 class _AttentionBase(nn.Module):
     """Rotary tables, the core, and the output projection: what both kinds share."""
 
-    def __init__(self, plan: Plan, layer: int, group: Group, table: ParameterTable, rotary_width: int) -> None:
+    def __init__(self, plan: Plan, layer: int, mesh: Mesh, table: ParameterTable, rotary_width: int) -> None:
         super().__init__()
-        model = plan.model
+        model, group = plan.model, mesh.tp
         attention = model.attention
-        self.group, self.seq_len, self.eps = group, plan.seq_len, model.norm_eps
+        self.group, self.seq_len, self.eps = group, plan.seq_len // plan.cp, model.norm_eps
         self.num_heads = attention.num_heads // group.size
         self.recompute_core = "core_attn" in plan.recompute
-        positions = torch.arange(plan.seq_len, device=table.device)
+        positions = own_positions(plan.seq_len, mesh.cp, table.device)
         dtype = torch.promote_types(table.dtype, torch.float32)
         self.rotary = rotary_tables(positions, rotary_width, model.rope_theta, dtype)
         window = attention.sliding_window if model.is_windowed(layer) else None
-        self.mask_SS = window_mask(plan.seq_len, window, table.device) if window else None
+        if mesh.cp.size > 1:
+            self.attend: Core = GatheredAttention(plan.seq_len, window, mesh.cp, table.device)
+        else:
+            mask_SS = window_mask(plan.seq_len, window, table.device) if window else None
+            self.attend = partial(core_attention, mask_SS=mask_SS)
         in_width = attention.num_heads * attention.v_head_dim
         shape = (model.hidden_size, in_width)
         name, std = f"layers.{layer}.attention.output", residual_std(model.num_layers)
@@ -93,8 +99,8 @@ class _AttentionBase(nn.Module):
 
     def core(self, q_BSND: Tensor, k_BSMD: Tensor, v_BSMD: Tensor) -> Tensor:
         if self.recompute_core:
-            return checkpointed(core_attention, q_BSND, k_BSMD, v_BSMD, self.mask_SS)
-        return core_attention(q_BSND, k_BSMD, v_BSMD, self.mask_SS)
+            return checkpointed(self.attend, q_BSND, k_BSMD, v_BSMD)
+        return self.attend(q_BSND, k_BSMD, v_BSMD)
 
     def project_out(self, out_BSND: Tensor) -> Tensor:
         return row_linear(out_BSND.flatten(2).flatten(0, 1), self.out_weight, self.out_bias, self.group)
@@ -103,8 +109,9 @@ class _AttentionBase(nn.Module):
 class GroupedQueryAttention(_AttentionBase):
     """Queries, keys and values by one fused matrix; keys and values shared by groups of heads."""
 
-    def __init__(self, plan: Plan, layer: int, group: Group, table: ParameterTable, attention: GqaAttention) -> None:
-        super().__init__(plan, layer, group, table, attention.head_dim)
+    def __init__(self, plan: Plan, layer: int, mesh: Mesh, table: ParameterTable, attention: GqaAttention) -> None:
+        super().__init__(plan, layer, mesh, table, attention.head_dim)
+        group = mesh.tp
         self.head_dim, self.num_kv_heads = attention.head_dim, attention.num_kv_heads // group.size
         hidden, name = plan.model.hidden_size, f"layers.{layer}.attention"
         heads = {"query": attention.num_heads, "key": attention.num_kv_heads, "value": attention.num_kv_heads}
@@ -139,8 +146,8 @@ class LatentAttention(_AttentionBase):
     The projections down are replicated and work on the rank's own tokens, so only latents are gathered.
     """
 
-    def __init__(self, plan: Plan, layer: int, group: Group, table: ParameterTable, attention: MlaAttention) -> None:
-        super().__init__(plan, layer, group, table, attention.qk_rope_head_dim)
+    def __init__(self, plan: Plan, layer: int, mesh: Mesh, table: ParameterTable, attention: MlaAttention) -> None:
+        super().__init__(plan, layer, mesh, table, attention.qk_rope_head_dim)
         self.spec, self.recompute_up = attention, "mla_up_proj" in plan.recompute
         hidden, name = plan.model.hidden_size, f"layers.{layer}.attention"
         q_rank, kv_rank = attention.q_lora_rank, attention.kv_lora_rank
@@ -194,10 +201,10 @@ class LatentAttention(_AttentionBase):
 
 
 def build_attention(
-    plan: Plan, layer: int, group: Group, table: ParameterTable
+    plan: Plan, layer: int, mesh: Mesh, table: ParameterTable
 ) -> GroupedQueryAttention | LatentAttention:
     """The attention block of decoder layer ``layer``."""
     attention = plan.model.attention
     if isinstance(attention, MlaAttention):
-        return LatentAttention(plan, layer, group, table, attention)
-    return GroupedQueryAttention(plan, layer, group, table, attention)
+        return LatentAttention(plan, layer, mesh, table, attention)
+    return GroupedQueryAttention(plan, layer, mesh, table, attention)

@@ -27,8 +27,6 @@ def check_supported(plan: Plan) -> None:
 
 
 def _plan_limits(plan: Plan) -> Iterator[tuple[str, object, str, str]]:
-    if plan.cp > 1:
-        yield "cp", plan.cp, "cp 1", "use tp to split the sequence"
     if plan.precision not in ("fp64", "fp32", "bf16"):
         yield "precision", plan.precision, "fp64, fp32 and bf16", "use bf16 on a GPU or fp32 on a CPU"
     if plan.precision != "fp64" and plan.moment_dtype != "fp32":

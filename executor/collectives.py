@@ -1,7 +1,8 @@
 """Collectives with gradients, along the first dimension of a tensor. A group of one rank returns its input.
 
 Tensor parallel with sequence parallel: gather_rows before a column-parallel matrix, scatter_rows after a row-parallel
-one, each the other's gradient. Experts: exchange_rows over ep, gather_uneven_rows and scatter_uneven_rows over etp.
+one, each the other's gradient. Context parallel: gather_rows of keys and values. Experts: exchange_rows over ep,
+gather_uneven_rows and scatter_uneven_rows over etp.
 """
 
 from collections.abc import Sequence
@@ -53,15 +54,15 @@ def reduce_scatter_raw(x: Tensor, group: Group) -> Tensor:
 
 class _GatherRows(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        with scope("tp_comm"):
+    def forward(ctx: Any, x: Tensor, group: Group, family: OpFamily) -> Tensor:
+        ctx.group, ctx.family = group, family
+        with scope(family):
             return all_gather_raw(x, group)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        with scope("tp_comm"):
-            return reduce_scatter_raw(grads[0], ctx.group), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        with scope(ctx.family):
+            return reduce_scatter_raw(grads[0], ctx.group), None, None
 
 
 class _ScatterRows(Function):
@@ -77,9 +78,9 @@ class _ScatterRows(Function):
             return all_gather_raw(grads[0], ctx.group), None
 
 
-def gather_rows(x: Tensor, group: Group) -> Tensor:
+def gather_rows(x: Tensor, group: Group, family: OpFamily = "tp_comm") -> Tensor:
     """All-gather along dim 0; the gradient is summed and scattered."""
-    return x if group.size == 1 else cast("Tensor", _GatherRows.apply(x, group))
+    return x if group.size == 1 else cast("Tensor", _GatherRows.apply(x, group, family))
 
 
 def scatter_rows(x: Tensor, group: Group) -> Tensor:

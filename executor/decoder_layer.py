@@ -28,7 +28,7 @@ class DecoderLayer(nn.Module):
         model, recompute = plan.model, plan.recompute
         self.eps = model.norm_eps
         self.attention_norm = table.add_norm(f"layers.{layer}.attention_norm.weight", model.hidden_size)
-        self.attention = build_attention(plan, layer, mesh.tp, table)
+        self.attention = build_attention(plan, layer, mesh, table)
         self.mlp_norm = table.add_norm(f"layers.{layer}.mlp_norm.weight", model.hidden_size)
         self.mlp: nn.Module
         kind = model.layer_kinds[layer] if layer < model.num_layers else model.mtp_kind

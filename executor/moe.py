@@ -87,9 +87,10 @@ class Router(nn.Module):
             num_copies_SE = count_tokens(routing.expert_index_TK, num_experts)
             share_SE = routing.share_TE.sum(0, keepdim=True)
         else:
-            first = group.index * self.num_tokens
+            # Each rank of cp has an equal part of every sequence, and tp splits those parts one after the other.
+            first = self.mesh.tp.index * self.num_tokens
             positions_L = torch.arange(first, first + self.num_tokens, device=routing.share_TE.device)
-            set_L = positions_L // set_tokens
+            set_L = positions_L // (set_tokens // self.mesh.cp.size)
             index_LK = routing.expert_index_TK + set_L[:, None] * num_experts
             num_copies_SE = count_tokens(index_LK, num_sets * num_experts).view(num_sets, num_experts)
             share_SE = routing.share_TE.new_zeros(num_sets, num_experts).index_add(0, set_L, routing.share_TE)

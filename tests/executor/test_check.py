@@ -20,8 +20,7 @@ def test_what_the_executor_runs_passes(model: ModelSpec) -> None:
 @pytest.mark.parametrize(
     "key,changes",
     [
-        ("cp", {"cp": 2}),
-        ("precision", {"precision": "fp8_blockwise"}),
+        ("precision", {"precision": "fp8_current"}),
         ("dispatcher", {"dispatcher": "flex"}),
         ("moment_dtype", {"moment_dtype": "bf16", "precision": "bf16"}),
     ],
