@@ -87,13 +87,16 @@ def predict(  # noqa: PLR0917 - typer: one parameter per option
     fix: Fix = "",
     trace: Annotated[Path | None, typer.Option("--trace", help="Write a Perfetto trace of the pipeline.")] = None,
     lock: Annotated[Path | None, typer.Option("--lock", help="Record the figures in this lock for check.")] = None,
+    rank: Annotated[
+        int | None, typer.Option("--rank", min=0, help="Also list the memory of this pipeline rank, tensor by tensor.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Predict one plan: memory by category and pipeline rank, step time by op family."""
     from moeplan.cli.predict import PredictOptions, run_predict
 
     typed = (model, gpus, seq_len, global_batch_size, stack, fix)
-    run_predict(PredictOptions(plan, hardware, *typed, trace, lock, as_json))
+    run_predict(PredictOptions(plan, hardware, *typed, trace, lock, rank, as_json))
 
 
 @app.command()

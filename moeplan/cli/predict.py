@@ -1,6 +1,6 @@
 """``moeplan predict``."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from moeplan.cli.check import record
@@ -8,12 +8,16 @@ from moeplan.cli.inputs import load_machine, load_plan, load_stack_for
 from moeplan.errors import InvalidInputError
 from moeplan.files import validate, write_text_atomically
 from moeplan.hwprofiles.load import load_profile
+from moeplan.hwprofiles.schema import HardwareProfile
 from moeplan.plan import Plan
 from moeplan.planner.request import parse_pins
 from moeplan.presets import load_model
 from moeplan.report.output import print_json
-from moeplan.report.prediction import print_prediction
+from moeplan.report.prediction import print_memory_items, print_prediction
+from moeplan.simulator.memory import MemoryItem, memory_items
 from moeplan.simulator.predict import predict, timeline
+from moeplan.simulator.stack import SoftwareStack
+from moeplan.simulator.training_state import num_weight_copies
 from moeplan.simulator.trace import trace_json
 
 
@@ -31,6 +35,7 @@ class PredictOptions:
     fix: str
     trace: Path | None
     lock: Path | None
+    rank: int | None
     as_json: bool
 
 
@@ -43,16 +48,28 @@ def run_predict(options: PredictOptions) -> None:
         write_text_atomically(options.trace, trace_json(timeline(plan, profile, stack)))
     if options.lock is not None:
         record(plan, predicted, options.lock)
+    items = _items(plan, profile, stack, options.rank)
     if options.as_json:
-        print_json(
-            {
-                "plan_id": plan.plan_id,
-                "plan": plan.model_dump(mode="json"),
-                "predicted": predicted.model_dump(mode="json"),
-            }
-        )
-    else:
-        print_prediction(plan, profile, predicted)
+        document = {
+            "plan_id": plan.plan_id,
+            "plan": plan.model_dump(mode="json"),
+            "predicted": predicted.model_dump(mode="json"),
+        }
+        print_json(document | ({"memory_items": [asdict(item) for item in items]} if items else {}))
+        return
+    print_prediction(plan, profile, predicted)
+    if items:
+        print_memory_items(items, options.rank)
+
+
+def _items(plan: Plan, profile: HardwareProfile, stack: SoftwareStack, rank: int | None) -> list[MemoryItem]:
+    """What one pipeline rank holds, tensor by tensor; nothing unless asked."""
+    if rank is None:
+        return []
+    if rank >= plan.pp:
+        raise InvalidInputError(f"--rank: got {rank}, allowed: 0 to {plan.pp - 1} (pp {plan.pp})", "ranks count from 0")
+    copies = num_weight_copies(plan.point, profile)
+    return memory_items(plan.model, plan.point, stack, rank, num_copies=copies)
 
 
 def _typed_plan(options: PredictOptions) -> Plan:

@@ -1,10 +1,13 @@
 """What ``moeplan predict`` prints."""
 
+from collections.abc import Sequence
+
 from moeplan.hwprofiles.schema import HardwareProfile
 from moeplan.plan import Plan
 from moeplan.report.output import out_console
-from moeplan.report.tables import memory_table, time_table
+from moeplan.report.tables import memory_table, table, time_table
 from moeplan.results import Figures
+from moeplan.simulator.memory import MemoryItem
 from moeplan.units import format_bytes, format_seconds
 
 
@@ -34,3 +37,10 @@ def print_headline(plan: Plan, profile: HardwareProfile, predicted: Figures) -> 
         f"memory {format_bytes(predicted.peak_memory_bytes)} of {format_bytes(usable)} on pipeline rank "
         f"{predicted.peak_rank}: {verdict}"
     )
+
+
+def print_memory_items(items: Sequence[MemoryItem], rank: int | None) -> None:
+    """Every component and kept tensor of one pipeline rank at its peak; framework left out."""
+    rows = [[item.category, item.component, item.name, format_bytes(item.size_bytes)] for item in items]
+    columns = ["category", "component", "tensor", "at the peak"]
+    out_console().print(table(f"Memory of pipeline rank {rank}, tensor by tensor", columns, rows, left=3))

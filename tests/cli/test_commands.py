@@ -108,3 +108,27 @@ def test_a_dry_run_checks_and_predicts_and_starts_nothing(cli: Cli, tmp_path: Pa
     assert outcome.code == 0, outcome.err
     assert "tiny-moe" in outcome.out
     assert not out.exists()
+
+
+def test_memory_tensor_by_tensor_is_table_3_of_the_report(cli: Cli, plan_file: Path) -> None:
+    """Pipeline rank 2 holds 16 MoE layers and 60 of their micro-batches (report sections 1.3 and 1.4).
+
+    The report's table leaves router and norms out, which are 0.17 GiB.
+    """
+    plan_file.write_text(plan_file.read_text().replace('precision = "mxfp8"', 'precision = "bf16"'))
+    items = json.loads(cli("predict", str(plan_file), "--rank", "2", "--json").out)["memory_items"]
+    scope = {"attention", "shared_experts", "experts"}
+
+    def gib(*categories: str) -> float:
+        chosen = (item for item in items if item["category"] in categories and item["component"] in scope)
+        return sum(item["size_bytes"] for item in chosen) / 2**30
+
+    assert gib("weights", "gradients") == pytest.approx(36.4, abs=0.05)
+    assert gib("optimizer") == pytest.approx(32.15, abs=0.05)
+    activations = sum(item["size_bytes"] for item in items if item["category"] == "activations")
+    assert activations == 60 * 2236 * 2**20
+    largest = next(item for item in items if item["name"] == "expert FC1 input")
+    assert largest["size_bytes"] == 60 * 448 * 2**20
+    refused = cli("predict", str(plan_file), "--rank", "4")
+    assert refused.code == 2
+    assert "0 to 3" in refused.err
