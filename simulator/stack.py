@@ -81,6 +81,9 @@ class SoftwareStack(Record):
         description="experts whose weight gradients exist in the compute type at once, beside the main gradients"
     )
     allocator_reserve_frac: Sourced = Field(description="reserved over allocated device memory, minus 1")
+    unmapped_reserve_frac: Sourced | None = Field(
+        default=None, description="held idle over the peak where graphs are captured without expandable segments"
+    )
     full_sharding: Literal["megatron-fsdp", "fsdp2", "fsdp2-bf16"] = Field(
         default="megatron-fsdp",
         description="fsdp2: fp32 weights are the only ones kept, with fp32 gradients; fsdp2-bf16: all state in BF16",

@@ -288,6 +288,7 @@ _TITAN_MOE = (
     Row("expert FC1 input", "experts", lambda z: z.top_k * z.hidden * z.etp),
     Row("expert FC1 output", "experts", lambda z: z.top_k * z.projections * z.expert, dropped_by=("mlp",)),
     Row("expert activation output", "experts", lambda z: z.top_k * z.expert, dropped_by=("mlp",)),
+    Row("expert output in fp32 for its probability", "experts", lambda z: z.top_k * z.hidden, "fp32", ("mlp",)),
     Row("combined output", "experts", lambda z: z.hidden),
 )
 
