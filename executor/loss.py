@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.autograd import Function
 
 from moeplan.executor.collectives import all_gather_raw, all_reduce, reduce_scatter_raw
-from moeplan.executor.dtypes import at_least_fp32
 from moeplan.executor.mesh import Group
 from moeplan.executor.scopes import scope
+from moeplan.kernels.cross_entropy import logit_gradient_, logit_stats
 
 
 class _HeadLoss(Function):
@@ -24,31 +24,32 @@ class _HeadLoss(Function):
         with scope("tp_comm"):
             hidden_TH = all_gather_raw(hidden_LH, group)
         with scope("loss"):
-            logits_TV = (hidden_TH @ weight_VH.t()).to(at_least_fp32(hidden_LH.dtype))
-            highest_T = logits_TV.amax(1)
-            if group.size > 1:
-                dist.all_reduce(highest_T, dist.ReduceOp.MAX, group=group.process_group)
-            logits_TV.sub_(highest_T[:, None])
+            logits_TV = hidden_TH @ weight_VH.t()
             local_T = targets_T - first_token
-            is_here_T = (local_T >= 0) & (local_T < weight_VH.shape[0])
-            local_T = torch.where(is_here_T, local_T, 0)
-            target_logit_T = logits_TV.gather(1, local_T[:, None])[:, 0] * is_here_T
-            probs_TV = logits_TV.exp_()
-            sums_2T = all_reduce(torch.stack([probs_TV.sum(1), target_logit_T]), group)
-            probs_TV.div_(sums_2T[0, :, None])
+            local_T = torch.where((local_T >= 0) & (local_T < weight_VH.shape[0]), local_T, -1)
+            highest_T, sum_T, target_logit_T = logit_stats(logits_TV, local_T)
+            if group.size > 1:
+                own_highest_T = highest_T.clone()
+                dist.all_reduce(highest_T, dist.ReduceOp.MAX, group=group.process_group)
+                sum_T = sum_T * (own_highest_T - highest_T).exp()
+                sum_T, target_logit_T = all_reduce(torch.stack([sum_T, target_logit_T]), group)
+            log_sum_T = highest_T + sum_T.log()
         ctx.group = group
-        ctx.save_for_backward(hidden_LH, weight_VH, probs_TV, local_T, is_here_T)
-        return sums_2T[0].log() - sums_2T[1]
+        ctx.logits_TV = logits_TV  # not saved as a tensor: backward turns it into its gradient
+        ctx.save_for_backward(hidden_LH, weight_VH, log_sum_T, local_T)
+        return log_sum_T - target_logit_T
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_LH, weight_VH, probs_TV, local_T, is_here_T = ctx.saved_tensors
+        hidden_LH, weight_VH, log_sum_T, local_T = ctx.saved_tensors
+        logits_TV, ctx.logits_TV = ctx.logits_TV, None
+        if logits_TV is None:
+            raise RuntimeError("the logits became their gradient in the first backward; there can be no second")
         with scope("tp_comm"):
             hidden_TH = all_gather_raw(hidden_LH, ctx.group)
         with scope("loss"):
-            is_target_T1 = is_here_T[:, None].to(probs_TV.dtype)
-            grad_TV = probs_TV.scatter_add(1, local_T[:, None], -is_target_T1)
-            grad_TV = grad_TV.mul_(grads[0][:, None]).to(hidden_LH.dtype)
+            grad_TV = logit_gradient_(logits_TV, log_sum_T, grads[0], local_T)
+            del logits_TV
             grad_VH = grad_TV.t() @ hidden_TH
             partial_TH = grad_TV @ weight_VH
         with scope("tp_comm"):
@@ -58,7 +59,8 @@ class _HeadLoss(Function):
 def head_loss(hidden_LH: Tensor, weight_VH: Tensor, targets_T: Tensor, first_token: int, group: Group) -> Tensor:
     """Cross entropy loss_T of every token of the group, the same on each of its ranks.
 
-    ``weight_VH`` are this rank's rows of the head, from token id ``first_token`` on. Softmax in fp32 at least.
+    ``weight_VH`` are this rank's rows of the head, from token id ``first_token`` on. Softmax in fp32 at least. Logits
+    are kept in the dtype of the GEMM and overwritten by their gradient: one copy of them at any time.
     """
     loss_T = _HeadLoss.apply(hidden_LH, weight_VH, targets_T, first_token, group)
     return cast("Tensor", loss_T)

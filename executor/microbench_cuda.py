@@ -107,16 +107,18 @@ class _GroupedStep:
         self.ends_E = torch.arange(rows, E * rows + 1, rows, dtype=torch.int32, device="cuda")
         self.grad_RF = _normal(E * rows, width_out)
         self.flops = 2 * E * rows * width_in * width_out
-        self.out_RF = self.forward()
+        # The kernel makes the gradients of all that asks for one: an output for each gradient apart.
+        self.of_input_RF = grouped(self.x_RH, self.weight_EHF.detach(), self.ends_E)
+        self.of_weight_RF = grouped(self.x_RH.detach(), self.weight_EHF, self.ends_E)
 
     def forward(self) -> Tensor:
         return grouped(self.x_RH, self.weight_EHF, self.ends_E)
 
     def input_gradient(self) -> None:
-        torch.autograd.grad(self.out_RF, self.x_RH, self.grad_RF, retain_graph=True)
+        torch.autograd.grad(self.of_input_RF, self.x_RH, self.grad_RF, retain_graph=True)
 
     def weight_gradient(self) -> None:
-        torch.autograd.grad(self.out_RF, self.weight_EHF, self.grad_RF, retain_graph=True)
+        torch.autograd.grad(self.of_weight_RF, self.weight_EHF, self.grad_RF, retain_graph=True)
 
     def all_passes(self) -> None:
         torch.autograd.grad(self.forward(), (self.x_RH, self.weight_EHF), self.grad_RF)

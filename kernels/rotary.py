@@ -21,6 +21,10 @@ def apply_rotary(x_BLND: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     ``cos`` and ``sin`` [L, D/2] come from :func:`rotary_tables`; backward keeps nothing else.
     """
+    if x_BLND.is_cuda:
+        from moeplan.kernels import rotary_triton  # noqa: PLC0415 - loads a compiler no CPU process needs
+
+        return rotary_triton.apply_rotary(x_BLND, cos, sin)
     first, second = x_BLND.chunk(2, -1)
     cos, sin = cos[:, None, :], sin[:, None, :]
     rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)

@@ -105,5 +105,10 @@ class TestTorch(Contract):
         assert [tensor.data_ptr() for tensor in saved] == [x_RG.data_ptr(), probs_R.data_ptr()]
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="compiled for the GPU: test_on_gpu.py")
+class TestTriton(Contract):
+    backend = "triton"
+
+
 def test_every_back_end_has_a_contract_test() -> None:
     assert {contract_class.backend for contract_class in Contract.__subclasses__()} == set(BACKENDS)

@@ -79,6 +79,9 @@ class Contract:
     @contract
     @given(routings())
     def test_gradients_are_exact(self, index_TK: torch.Tensor) -> None:
+        self.check_gradients(index_TK)
+
+    def check_gradients(self, index_TK: torch.Tensor) -> None:
         rows = row_map(index_TK, E)
         x_TH, rows_RH, probs_TK = _inputs(rows)
         assert torch.autograd.gradcheck(lambda x: permute(x, rows, backend=self.backend), (x_TH,))
@@ -125,6 +128,15 @@ class TestTorch(Contract):
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             unpermute(torch.ones(6, 8, requires_grad=True), rows, backend="torch")
         assert [tensor.dtype for tensor in saved] == [torch.int32]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="compiled for the GPU: test_on_gpu.py")
+class TestTriton(Contract):
+    backend = "triton"
+
+    def test_gradients_are_exact(self) -> None:
+        """One case: the interpreter takes a second or two for each."""
+        self.check_gradients(INDEX_TK)
 
 
 def test_every_back_end_has_a_contract_test() -> None:

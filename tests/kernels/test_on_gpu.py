@@ -1,0 +1,92 @@
+"""Kernels on a GPU against references in float64: relative error of the norm, by dtype."""
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import get_args
+
+import pytest
+import torch
+
+from moeplan.kernels import activation_reference, permute_reference
+from moeplan.kernels.activation import ActivationKind, activation
+from moeplan.kernels.cross_entropy import logit_gradient_, logit_stats
+from moeplan.kernels.grouped_gemm import grouped_gemm
+from moeplan.kernels.permute import permute, unpermute
+from moeplan.kernels.rotary import apply_rotary, rotary_tables
+from moeplan.kernels.router import router_logits
+from moeplan.kernels.row_map import row_map
+
+pytestmark = pytest.mark.gpu
+BF16_ERROR = 8e-3  # two roundings to 8 bits
+
+
+def _normal(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+
+
+def _check(
+    run: Callable[..., torch.Tensor], reference: Callable[..., torch.Tensor], inputs: list[torch.Tensor]
+) -> None:
+    """Output and gradients of every floating-point input."""
+    exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    got, expected = run(*inputs), reference(*exact)
+    direction = torch.randn_like(got)
+    got_grads = torch.autograd.grad(got, inputs, direction)
+    expected_grads = torch.autograd.grad(expected, exact, direction.double())
+    for one, other in zip((got, *got_grads), (expected, *expected_grads), strict=True):
+        assert one.shape == other.shape
+        assert float((one.double() - other).norm() / other.norm()) < BF16_ERROR
+
+
+@pytest.mark.parametrize("kind", get_args(ActivationKind))
+def test_activation(kind: ActivationKind) -> None:
+    inputs = [_normal(300, 1536), torch.rand(300, device="cuda", requires_grad=True)]
+    _check(lambda x, p: activation(x, kind, p), lambda x, p: activation_reference.activation(x, kind, p), inputs)
+
+
+def test_rotary_of_a_view() -> None:
+    cos, sin = rotary_tables(torch.arange(64, device="cuda"), 128, 1e4)
+    heads = _normal(2, 64, 10, 128)
+
+    def reference(x: torch.Tensor) -> torch.Tensor:
+        first, second = x[:, :, 2:8].chunk(2, -1)
+        turn, other = cos[:, None].double(), sin[:, None].double()
+        return torch.cat((first * turn - second * other, second * turn + first * other), -1)
+
+    _check(lambda x: apply_rotary(x[:, :, 2:8], cos, sin), reference, [heads])
+
+
+@pytest.mark.parametrize("top_k", [1, 3, 8])
+def test_permutation(top_k: int) -> None:
+    rows = row_map(torch.rand(200, 16, device="cuda").topk(top_k).indices, 16)
+    _check(lambda x: permute(x, rows), lambda x: permute_reference.permute(x, rows), [_normal(200, 2304)])
+    shape = (200 * top_k, 2304)
+    _check(lambda x: unpermute(x, rows), lambda x: permute_reference.unpermute(x, rows), [_normal(*shape)])
+
+
+def test_cross_entropy() -> None:
+    logits_TV = _normal(100, 5000).detach() * 3
+    targets_T = torch.randint(5000, (100,), device="cuda")
+    exact = logits_TV.double().requires_grad_()
+    expected = torch.nn.functional.cross_entropy(exact, targets_T, reduction="none")
+    (expected_grad,) = torch.autograd.grad(expected.sum(), exact)
+    highest_T, sum_T, target_T = logit_stats(logits_TV, targets_T)
+    log_sum_T = highest_T + sum_T.log()
+    torch.testing.assert_close((log_sum_T - target_T).double(), expected.detach(), rtol=1e-5, atol=1e-5)
+    got = logit_gradient_(logits_TV, log_sum_T, torch.ones(100, device="cuda"), targets_T)
+    assert float((got - expected_grad).norm() / expected_grad.norm()) < BF16_ERROR
+
+
+def test_router_logits() -> None:
+    _check(router_logits, lambda x, w: x @ w.t(), [_normal(512, 1024), _normal(64, 1024)])
+
+
+def test_grouped_gemm_with_an_empty_expert() -> None:
+    ends_E = torch.tensor([100, 100, 260, 300], dtype=torch.int32, device="cuda")
+
+    def reference(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        starts = [0, *ends_E.tolist()]
+        parts = [x[start:end] @ weight[e] for e, (start, end) in enumerate(pairwise(starts))]
+        return torch.cat(parts)
+
+    _check(lambda x, w: grouped_gemm(x, w, ends_E), reference, [_normal(300, 256), _normal(4, 256, 512)])
