@@ -190,7 +190,8 @@ def _layout(row: PublishedRow, setting: CaseSetting, sizes: dict[str, int]) -> s
     offload_rows = re.search(r"last stage (\d+) layers", row.text("expected"))
     found = stated or offload_rows
     last = int(found[1]) if found else num_layers // num_stages
-    if found is None and not (setting.is_stand_in and setting.model.moe is None):
+    is_balanced = found is None and not (setting.is_stand_in and setting.model.moe is None)
+    if is_balanced or num_stages > num_layers + 2:  # the latter is refused for its own reason
         return ""
     others = (num_layers - last) // (num_stages - 1) if num_stages > 1 else 0
     stages = ["t" * others] * (num_stages - 1) + ["t" * last + "m" * setting.model.num_mtp_layers]

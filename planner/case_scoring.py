@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moeplan.errors import InvalidInputError
+from moeplan.errors import InvalidInputError, MoeplanError
 from moeplan.flops import training_flops_per_token
 from moeplan.hwprofiles.schema import HardwareProfile
 from moeplan.plan import Plan
@@ -91,25 +91,30 @@ class CaseSummary:
 def score_case(row: PublishedRow) -> CaseScore:
     """The verdict on one case; whatever cannot be expressed becomes the reason it is left out."""
     try:
-        setting = setting_of(row)
-        profile, stack = profile_of(setting.hardware), stack_of(setting.stack)
-        try:
-            plan = plan_of_case(row, setting, stack, profile)
-        except InvalidInputError as error:
-            return CaseScore(row, REFUSED, error.message.removeprefix("plan: "))
-        reported = row.number("reported_value") if re.fullmatch(r"[\d.]+", row.text("reported_value")) else None
+        return _judge(row)
     except CellError as error:
         return CaseScore(row, left_out=f"line {row.line}: {error}")
+    except MoeplanError as error:
+        return CaseScore(row, left_out=f"line {row.line}: {error.message}")
+
+
+def _judge(row: PublishedRow) -> CaseScore:
+    setting = setting_of(row)
+    profile, stack = profile_of(setting.hardware), stack_of(setting.stack)
+    try:
+        plan = plan_of_case(row, setting, stack, profile)
+    except InvalidInputError as error:
+        return CaseScore(row, REFUSED, error.message.removeprefix("plan: "))
     problem = _refusal(plan, stack, profile)
     if problem:
         return CaseScore(row, REFUSED, problem)
-    verdict, why = _memory_verdict(plan, setting, stack, profile)
     if row.id.startswith("C"):
         alignment = PRECISIONS[plan.precision].alignment
         padded = f"rows of an expert are padded to {alignment}" if alignment > 1 and plan.model.moe else "legal"
         return CaseScore(row, FITS, padded)
-    predicted = _in_unit(row.text("unit"), plan, stack, profile)
-    return CaseScore(row, verdict, why, reported=reported, predicted=predicted)
+    verdict, why = _memory_verdict(plan, setting, stack, profile)
+    reported = float(row.text("reported_value")) if re.fullmatch(r"\d+(\.\d+)?", row.text("reported_value")) else None
+    return CaseScore(row, verdict, why, reported=reported, predicted=_in_unit(row.text("unit"), plan, stack, profile))
 
 
 def summarize_cases(scores: Sequence[CaseScore]) -> CaseSummary:

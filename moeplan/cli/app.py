@@ -191,7 +191,10 @@ def calibrate(
 
 @app.command()
 def validate(
-    runs: Annotated[Path, typer.Argument(help="CSV of measured runs, with the columns docs name.")],
+    runs: Annotated[Path | None, typer.Argument(help="CSV of measured runs, with the columns docs name.")] = None,
+    cases: Annotated[
+        Path | None, typer.Option("--cases", help="Instead, CSV of reported cases: oom, fits, rejected, throughput.")
+    ] = None,
     pairs: Annotated[Path | None, typer.Option("--pairs", help="CSV of A/B pairs of those runs.")] = None,
     eval_set: Annotated[str, typer.Option("--eval-set", help="Only rows of this evaluation set.")] = "",
     keep: Annotated[str, typer.Option("--filter", help="Only rows with these cells: gpu=H100,model=deepseek-v3.")] = "",
@@ -199,8 +202,14 @@ def validate(
 ) -> None:
     """Predict every row of a table of measured runs and score the errors; bad rows are listed, never fatal."""
     from moeplan.cli.validate import ValidateOptions, run_validate
+    from moeplan.cli.validate_cases import run_validate_cases
 
-    run_validate(ValidateOptions(runs, pairs, eval_set, keep, as_json))
+    if (runs is None) == (cases is None):
+        raise typer.BadParameter("give a CSV of measured runs, or --cases with one of reported cases")
+    if cases is not None:
+        run_validate_cases(cases, as_json)
+    elif runs is not None:
+        run_validate(ValidateOptions(runs, pairs, eval_set, keep, as_json))
 
 
 @app.command()
