@@ -190,7 +190,7 @@ def calibrate(
 
 
 @app.command()
-def validate(
+def validate(  # noqa: PLR0917 - typer: one parameter per option
     runs: Annotated[Path | None, typer.Argument(help="CSV of measured runs, with the columns docs name.")] = None,
     cases: Annotated[
         Path | None, typer.Option("--cases", help="Instead, CSV of reported cases: oom, fits, rejected, throughput.")

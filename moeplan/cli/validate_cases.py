@@ -10,7 +10,7 @@ from moeplan.report.cases import cases_json, print_cases
 from moeplan.report.output import err_console, print_json
 
 
-def run_validate_cases(path: Path, as_json: bool) -> None:  # noqa: FBT001 - the command's own flag
+def run_validate_cases(path: Path, as_json: bool) -> None:
     """Give a verdict on every case of a table; what cannot be expressed is listed and never stops it."""
     rows, bad_lines = read_table(path, CASE_COLUMNS)
     with Progress(console=err_console(), transient=True) as progress:

@@ -23,6 +23,12 @@ def test_counts_of_the_report() -> None:
     assert peak_counts(1, 1, 4096, None) == (((1,),),)
 
 
+def test_running_ahead_holds_one_chunk_more() -> None:
+    """Report section 1.5, EP overlap: the forward beside a backward has begun; never more than all chunks."""
+    assert [largest(rank) for rank in peak_counts(4, 4, 128, None, runs_ahead=True)] == [20, 18, 16, 14]
+    assert [largest(rank) for rank in peak_counts(4, 2, 4, None, runs_ahead=True)] == [8, 8, 8, 6]
+
+
 def test_count_never_exceeds_all_chunks() -> None:
     assert [largest(rank) for rank in peak_counts(4, 2, 4, None)] == [8, 8, 7, 5]
 

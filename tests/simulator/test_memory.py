@@ -69,6 +69,12 @@ def test_worst_rank_decides(report_plan: Plan) -> None:
         {"recompute": ("full",)},
         {"dispatcher": "flex", "recompute": ("moe", "layernorm")},
         {"sharding": "none", "cp": 2, "layout": ""},
+        {"sharding": "full", "vp": 1, "layout": ""},
+        {"precision": "mxfp8", "fp8_primary_weights": True, "routing": "natural"},
+        {"cuda_graph": ["attn", "moe_router"], "offload_modules": ["expert_fc1", "moe_act"]},
+        {"ep_overlap": True, "delay_wgrad": True},
+        {"offload_optimizer_states": True},
+        {"offload_layers": 3, "optimizer_cpu_frac": 0.5},
     ],
 )
 def test_items_sum_to_the_categories(report_plan: Plan, changes: dict[str, Any]) -> None:

@@ -1,0 +1,31 @@
+"""``moeplan validate --cases``."""
+
+import json
+from pathlib import Path
+
+from tests.cli.conftest import Cli
+
+CASES = Path(__file__).parents[1] / "data" / "reported_cases.csv"
+
+
+def test_json_has_every_case_and_the_summary(cli: Cli) -> None:
+    printed = cli("validate", "--cases", str(CASES), "--json")
+    found = json.loads(printed.out)
+    assert printed.code == 0
+    assert len(found["cases"]) == len(CASES.read_text().splitlines()) - 1
+    assert found["summary"]["balanced_accuracy"] == 1
+    assert found["summary"]["legality"]["right"] == found["summary"]["legality"]["n"] > 10
+    assert found["summary"]["left_out"] == 2
+
+
+def test_report_ends_with_the_summary_and_lists_what_is_left_out(cli: Cli) -> None:
+    printed = cli("validate", "--cases", str(CASES))
+    assert "balanced accuracy of memory" in printed.out
+    assert "no hardware profile of 'H800-80GB'" in printed.out
+
+
+def test_one_table_is_asked_for(cli: Cli) -> None:
+    for arguments in (("validate",), ("validate", "runs.csv", "--cases", str(CASES))):
+        printed = cli(*arguments)
+        assert printed.code == 2
+        assert "give a CSV of measured runs, or --cases" in printed.err

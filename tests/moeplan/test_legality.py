@@ -1,0 +1,52 @@
+"""Rules that kernels and scaling blocks impose."""
+
+from typing import Any
+
+import pytest
+
+from moeplan.errors import InvalidInputError
+from moeplan.files import validate
+from moeplan.plan import Plan
+from moeplan.presets import load_model
+
+
+def plan(model: str, num_gpus: int, **fields: Any) -> Plan:
+    values = {"model": load_model(model), "hardware": "h100", "num_gpus": num_gpus, "seq_len": 4096, **fields}
+    return validate(Plan, {"global_batch_size": num_gpus, **values}, "plan")
+
+
+DEEPEP = {"dispatcher": "flex", "flex_backend": "deepep"}
+
+
+@pytest.mark.parametrize(
+    "model, num_gpus, fields, rule",
+    [
+        ("kimi-k2", 192, {"ep": 192, **DEEPEP}, "DeepEP has kernels for ep x etp of 2, .* got 192"),
+        ("kimi-k2", 96, {"ep": 96, **DEEPEP}, "got 96"),
+        ("qwen3-30b-a3b", 16, {"ep": 4, "etp": 4, "precision": "fp8_blockwise"}, "over etp 4 is 192"),
+        ("mixtral-8x7b", 8, {"ep": 4, "tp": 2, "sequence_parallel": False}, "sequence_parallel: MoE layers under tp 2"),
+        ("llama3-8b", 8, {"tp": 2, "sequence_parallel": False}, "sequence_parallel: predictions under tp 2"),
+    ],
+)
+def test_refused(model: str, num_gpus: int, fields: dict[str, Any], rule: str) -> None:
+    with pytest.raises(InvalidInputError, match=rule):
+        plan(model, num_gpus, **fields)
+
+
+@pytest.mark.parametrize(
+    "model, num_gpus, fields",
+    [
+        ("deepseek-v3", 128, {"ep": 128, **DEEPEP}),
+        ("kimi-k2", 96, {"ep": 96, "dispatcher": "flex", "flex_backend": "hybridep"}),
+        ("qwen3-30b-a3b", 16, {"ep": 8, "etp": 2, "precision": "fp8_blockwise"}),
+        ("mixtral-8x7b", 8, {"ep": 4, "sequence_parallel": False}),  # nothing to split
+    ],
+)
+def test_accepted(model: str, num_gpus: int, fields: dict[str, Any]) -> None:
+    assert plan(model, num_gpus, **fields).ep == fields["ep"]
+
+
+def test_sequence_parallelism_is_no_part_of_the_id_unless_off() -> None:
+    on, off = plan("llama3-8b", 1), plan("llama3-8b", 1, sequence_parallel=False)
+    assert on.plan_id != off.plan_id
+    assert "sequence_parallel" not in on.model_dump(exclude_defaults=True)

@@ -1,0 +1,97 @@
+"""What layers keep in flight: padding, imbalance, offload, graphs and overlap."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from moeplan.hwprofiles.load import load_profile
+from moeplan.plan import Plan
+from moeplan.presets import load_model
+from moeplan.simulator.layer_state import expert_row_factor, layer_bytes, layer_parts, offloaded_bytes
+from moeplan.simulator.memory import memory_by_rank
+from moeplan.simulator.stack import load_stack
+
+MEGATRON = load_stack("megatron-bridge-26.08")
+GB300 = load_profile("gb300")
+MIB = 2**20
+
+
+def qwen_plan(**fields: Any) -> Plan:
+    return Plan(
+        model=load_model("qwen3-30b-a3b"), hardware="gb300", num_gpus=8, seq_len=4096, global_batch_size=64, ep=8,
+        stack="megatron-bridge-26.08", **fields,
+    )  # fmt: skip
+
+
+def activations(plan: Plan) -> float:
+    return max(memory_by_rank(plan.model, plan.point, MEGATRON, GB300)["activations"])
+
+
+@pytest.mark.parametrize(
+    "changes, factor",
+    [
+        ({}, 1),
+        ({"precision": "mxfp8"}, 1 + 15.5 * 16 / (4096 * 8)),  # 16 local experts, half of 31 rows each
+        ({"precision": "nvfp4"}, 1 + 63.5 * 16 / (4096 * 8)),
+        ({"routing": "natural"}, MEGATRON.time.natural_imbalance_frac.value),
+        ({"routing": "drop"}, 1),
+    ],
+)
+def test_rows_of_the_busiest_rank(changes: dict[str, Any], factor: float) -> None:
+    plan = qwen_plan(**changes)
+    assert expert_row_factor(plan.model, plan.point, MEGATRON) == pytest.approx(factor, rel=1e-12)
+
+
+@pytest.mark.parametrize("changes", [{}, {"precision": "mxfp8", "routing": "natural"}, {"cuda_graph": ["attn"]}])
+def test_parts_sum_to_the_layer(changes: dict[str, Any]) -> None:
+    plan = qwen_plan(**changes)
+    parts = sum(size_bytes for _, _, size_bytes in layer_parts(plan.model, "moe", plan.point, MEGATRON))
+    assert parts == pytest.approx(layer_bytes(plan.model, "moe", plan.point, MEGATRON), rel=1e-12)
+
+
+def test_partial_graphs_hold_about_seven_gigabytes(report_plan: Plan) -> None:
+    """Report section 1.6, on the rank that holds most layers in flight."""
+    graphed = report_plan.replace(cuda_graph=["attn", "moe_router", "moe_preprocess"], layout=report_plan.layout)
+    assert activations(graphed) - activations(report_plan) == pytest.approx(7e9, rel=0.1)
+
+
+def test_offloaded_modules_keep_one_layer_here() -> None:
+    """Expert inputs of 48 layers leave; those of one are on the device for backward (report section 1.6)."""
+    plan, offloaded = qwen_plan(), qwen_plan(offload_modules=["expert_fc1"])
+    rows = 4096 * 8 * 2048 * 2
+    assert offloaded_bytes(offloaded.model, "moe", offloaded.point, MEGATRON) == rows
+    assert activations(plan) - activations(offloaded) == 47 * rows
+    both = offloaded_bytes(plan.model, "moe", replace(plan.point, offload_modules=("fused_group_mlp",)), MEGATRON)
+    assert both == rows + 4096 * 8 * 2 * 768 * 2
+
+
+def test_offloaded_layers_leave_one_at_least() -> None:
+    plan = qwen_plan()
+    layer = layer_bytes(plan.model, "moe", plan.point, MEGATRON)
+    assert activations(plan) - activations(qwen_plan(offload_layers=24)) == pytest.approx(24 * layer)
+    assert activations(plan) - activations(qwen_plan(offload_layers=100)) == pytest.approx(47 * layer)
+
+
+def test_overlap_holds_a_layer_more_without_pipeline_and_a_chunk_more_with_one(report_plan: Plan) -> None:
+    plan = qwen_plan()
+    layer = layer_bytes(plan.model, "moe", plan.point, MEGATRON)
+    assert activations(qwen_plan(ep_overlap=True)) - activations(plan) == pytest.approx(layer)
+    ahead = report_plan.replace(ep_overlap=True, layout=report_plan.layout)
+    kept = [
+        memory_by_rank(one.model, one.point, MEGATRON, GB300)["activations"][2] / (2236 * MIB)
+        for one in (report_plan, ahead)
+    ]
+    assert kept == [60, 64]
+
+
+def test_offloaded_states_count_while_nothing_else_runs() -> None:
+    plan, offloaded = qwen_plan(), qwen_plan(offload_optimizer_states=True)
+    before = memory_by_rank(plan.model, plan.point, MEGATRON, GB300)
+    after = memory_by_rank(offloaded.model, offloaded.point, MEGATRON, GB300)
+    assert after["optimizer"] == before["optimizer"]  # the step needs more than the layers do
+    assert after["activations"] == (0,)
+    large = qwen_plan(offload_optimizer_states=True, mbs=4)
+    running = memory_by_rank(large.model, large.point, MEGATRON, GB300)
+    assert running["optimizer"] == (0,)
+    assert running["activations"][0] > 4 * 0.9 * before["activations"][0]
