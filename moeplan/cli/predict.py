@@ -17,8 +17,8 @@ from moeplan.report.prediction import print_memory_items, print_prediction
 from moeplan.simulator.memory import MemoryItem, memory_items
 from moeplan.simulator.predict import predict, timeline
 from moeplan.simulator.stack import SoftwareStack
-from moeplan.simulator.training_state import num_weight_copies
 from moeplan.simulator.trace import trace_json
+from moeplan.simulator.training_state import num_weight_copies
 
 
 @dataclass(frozen=True, slots=True)
