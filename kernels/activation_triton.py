@@ -4,7 +4,8 @@ Computes in fp32 and rounds once, where the torch back end rounds after each of 
 
 Shapes: R rows, F width after the activation, G width before it: 2F (gate, then up) for gated kinds, else F.
 """
-# ruff: noqa: PLR0917 - Triton takes what a kernel needs by position
+# ruff: noqa: ANN001, ANN202, PLR0917 - Triton takes by position, and reads every annotation as a constant
+# mypy: allow-untyped-defs, allow-incomplete-defs
 
 from typing import Any
 
@@ -30,9 +31,9 @@ def activation(x_RG: Tensor, kind: str, probs_R: Tensor | None = None) -> Tensor
 
 @triton.jit
 def _act(
-    x: Any,
+    x,
     CODE: tl.constexpr,
-) -> Any:
+):
     if CODE == 0:
         return x / (1 + tl.exp(-x))
     if CODE == 1:
@@ -42,9 +43,9 @@ def _act(
 
 @triton.jit
 def _act_slope(
-    x: Any,
+    x,
     CODE: tl.constexpr,
-) -> Any:
+):
     if CODE == 0:
         sigmoid = 1 / (1 + tl.exp(-x))
         return sigmoid * (1 + x * (1 - sigmoid))
@@ -56,16 +57,16 @@ def _act_slope(
 
 @triton.jit
 def _forward(
-    x_ptr: Any,
-    probs_ptr: Any,
-    y_ptr: Any,
-    F: Any,
+    x_ptr,
+    probs_ptr,
+    y_ptr,
+    F,
     CODE: tl.constexpr,
     GATED: tl.constexpr,
     HAS_PROBS: tl.constexpr,
     DTYPE: tl.constexpr,
     BLOCK: tl.constexpr,
-) -> None:
+):
     row = tl.program_id(0).to(tl.int64)
     x_row = x_ptr + row * F * (2 if GATED else 1)
     for start in range(0, F, BLOCK):
@@ -81,18 +82,18 @@ def _forward(
 
 @triton.jit
 def _backward(
-    grad_ptr: Any,
-    x_ptr: Any,
-    probs_ptr: Any,
-    grad_x_ptr: Any,
-    grad_probs_ptr: Any,
-    F: Any,
+    grad_ptr,
+    x_ptr,
+    probs_ptr,
+    grad_x_ptr,
+    grad_probs_ptr,
+    F,
     CODE: tl.constexpr,
     GATED: tl.constexpr,
     HAS_PROBS: tl.constexpr,
     DTYPE: tl.constexpr,
     BLOCK: tl.constexpr,
-) -> None:
+):
     row = tl.program_id(0).to(tl.int64)
     first = row * F * (2 if GATED else 1)
     grad_prob = tl.zeros((BLOCK,), DTYPE)

@@ -2,9 +2,8 @@
 
 Shapes: T tokens, V vocabulary entries of this rank.
 """
-# ruff: noqa: PLR0917 - Triton takes what a kernel needs by position
-
-from typing import Any
+# ruff: noqa: ANN001, ANN202, PLR0917 - Triton takes by position, and reads every annotation as a constant
+# mypy: allow-untyped-defs, allow-incomplete-defs
 
 import torch
 import triton
@@ -17,15 +16,15 @@ from moeplan.kernels.triton_launch import block_of, compute_dtype
 
 @triton.jit
 def _stats(
-    logits_ptr: Any,
-    target_ptr: Any,
-    highest_ptr: Any,
-    sum_ptr: Any,
-    chosen_ptr: Any,
-    V: Any,
+    logits_ptr,
+    target_ptr,
+    highest_ptr,
+    sum_ptr,
+    chosen_ptr,
+    V,
     DTYPE: tl.constexpr,
     BLOCK: tl.constexpr,
-) -> None:
+):
     token = tl.program_id(0).to(tl.int64)
     row = logits_ptr + token * V
     # A running maximum and sum in every lane, put together at the end. -1e30 so that no difference is infinite.
@@ -47,14 +46,14 @@ def _stats(
 
 @triton.jit
 def _gradient(
-    logits_ptr: Any,
-    log_sum_ptr: Any,
-    grad_ptr: Any,
-    target_ptr: Any,
-    V: Any,
+    logits_ptr,
+    log_sum_ptr,
+    grad_ptr,
+    target_ptr,
+    V,
     DTYPE: tl.constexpr,
     BLOCK: tl.constexpr,
-) -> None:
+):
     token = tl.program_id(0).to(tl.int64)
     row = logits_ptr + token * V
     log_sum = tl.load(log_sum_ptr + token).to(DTYPE)

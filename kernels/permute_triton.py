@@ -4,7 +4,8 @@ torch's embedding bag, with which the torch back end sums, moves 0.65 TB/s on an
 
 Shapes: T tokens, K experts per token, R = T * K rows sorted by expert, H width.
 """
-# ruff: noqa: PLR0917 - Triton takes what a kernel needs by position
+# ruff: noqa: ANN001, ANN202, PLR0917 - Triton takes by position, and reads every annotation as a constant
+# mypy: allow-untyped-defs, allow-incomplete-defs
 
 from typing import Any
 
@@ -37,13 +38,13 @@ def unpermute(rows_RH: Tensor, rows: RowMap, probs_TK: Tensor | None = None) -> 
 
 @triton.jit
 def _copy(
-    x_ptr: Any,
-    slot_ptr: Any,
-    y_ptr: Any,
-    H: Any,
-    K: Any,
+    x_ptr,
+    slot_ptr,
+    y_ptr,
+    H,
+    K,
     BLOCK: tl.constexpr,
-) -> None:
+):
     row = tl.program_id(0).to(tl.int64)
     token = (tl.load(slot_ptr + row) // K).to(tl.int64)
     for start in range(0, H, BLOCK):
@@ -54,14 +55,14 @@ def _copy(
 
 @triton.jit
 def _sum(
-    rows_ptr: Any,
-    row_ptr: Any,
-    y_ptr: Any,
-    H: Any,
+    rows_ptr,
+    row_ptr,
+    y_ptr,
+    H,
     K: tl.constexpr,
     DTYPE: tl.constexpr,
     BLOCK: tl.constexpr,
-) -> None:
+):
     token = tl.program_id(0).to(tl.int64)
     for start in range(0, H, BLOCK):
         cols = start + tl.arange(0, BLOCK)
