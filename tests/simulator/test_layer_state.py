@@ -90,8 +90,8 @@ def test_offloaded_states_count_while_nothing_else_runs() -> None:
     before = memory_by_rank(plan.model, plan.point, MEGATRON, GB300)
     after = memory_by_rank(offloaded.model, offloaded.point, MEGATRON, GB300)
     assert after["optimizer"] == before["optimizer"]  # the step needs more than the layers do
-    assert after["activations"] == (0,)
+    assert max(after["activations"]) == 0
     large = qwen_plan(offload_optimizer_states=True, mbs=4)
     running = memory_by_rank(large.model, large.point, MEGATRON, GB300)
-    assert running["optimizer"] == (0,)
+    assert max(running["optimizer"]) == 0
     assert running["activations"][0] > 4 * 0.9 * before["activations"][0]

@@ -12,8 +12,9 @@ from moeplan.hwprofiles.schema import HardwareProfile
 from moeplan.layout import balanced_layout
 from moeplan.plan import Plan
 from moeplan.presets import load_model
-from moeplan.simulator.memory import bytes_per_parameter, memory_by_rank, memory_items, peak_memory_bytes
+from moeplan.simulator.memory import memory_by_rank, memory_items, peak_memory_bytes, peak_of_reading
 from moeplan.simulator.stack import load_stack
+from moeplan.simulator.training_state import bytes_per_parameter
 from moeplan.vocabulary import MEMORY_CATEGORIES
 
 GIB = 2**30
@@ -42,6 +43,38 @@ def test_table_3_of_the_report(report_plan: Plan) -> None:
     assert sum(activations.values()) == pytest.approx(2236 * 60 / 1024, rel=1e-12)  # 131.0 GiB
     outside = states["norms"] + states["router"] + optimizer["norms"] + optimizer["router"]
     assert outside < 0.2
+
+
+@pytest.mark.parametrize(
+    "changes, saved_gib",
+    [
+        ({"memory_efficient_permutation": True}, 26.25),
+        ({"precision": "mxfp8"}, 18.3),  # block scales come on top
+        ({"recompute": ("mla_up_proj",)}, 30.0),
+        ({"recompute": ("moe_act",)}, 7.5),  # routed experts: Megatron's grouped MLP alone has the switch
+        ({"recompute": ("layernorm",)}, 6.56),
+        ({"recompute": ("layernorm", "mla_up_proj", "moe_act")}, 30.0 + 7.5 + 6.56),  # 45.0 with the shared expert's
+    ],
+)
+def test_savings_of_the_report(report_plan: Plan, changes: dict[str, Any], saved_gib: float) -> None:
+    """The analytic column of report section 1.6, over the 60 layers in flight of its table 3."""
+
+    def kept_gib(plan: Plan) -> float:
+        found = component_gib(plan, 2, "activations")
+        return sum(size for name, size in found.items() if name != "block_scales")
+
+    changed = report_plan.replace(**changes, layout=report_plan.layout)
+    assert kept_gib(report_plan) - kept_gib(changed) == pytest.approx(saved_gib, rel=0.02)
+
+
+def test_readings_hold_more_and_more(report_plan: Plan) -> None:
+    """Allocated, with the allocator's reserve, and with what is outside PyTorch."""
+    model, point = report_plan.model, report_plan.point
+    allocated, reserved = (
+        peak_of_reading(model, point, MEGATRON, GB300, reading) for reading in ("allocated", "reserved")
+    )
+    assert reserved == pytest.approx(allocated * (1 + MEGATRON.allocator_reserve_frac.value), rel=1e-12)
+    assert peak_of_reading(model, point, MEGATRON, GB300, "device") == peak_memory_bytes(model, point, MEGATRON, GB300)
 
 
 def test_layers_in_flight_of_the_report(report_plan: Plan) -> None:
