@@ -50,6 +50,14 @@ class ClassOptimizer:
         grads = buffer.reduce_scatter_grads() if self.is_sharded else buffer.all_reduce_grads()
         self.grads = grads.to(self.main_dtype)
 
+    def take_main_weights(self, num_steps: int) -> None:
+        """Let all ranks hold the weights that were read into ``main`` on each, after ``num_steps`` updates."""
+        self.num_steps.fill_(num_steps)
+        if self.has_main_weights:
+            self.updated.inside(self.buffer.weights).copy_(self.main)
+        if self.is_sharded:
+            self.buffer.gather_weights()
+
     def squared_norm(self) -> Tensor:
         """This rank's part of the squared norm of the gradients of this class."""
         counted = self._local(self.buffer.counted).inside(self.grads)

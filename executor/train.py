@@ -8,13 +8,16 @@ from dataclasses import dataclass, field
 import torch
 
 from moeplan.errors import RunFailedError
+from moeplan.executor.check import check_resumed
+from moeplan.executor.checkpoint import Checkpointer
+from moeplan.executor.collectives import all_gather_raw
 from moeplan.executor.data import TokenSource
 from moeplan.executor.dtypes import plan_dtypes
 from moeplan.executor.measure import PeakBytes, StepTimer, StepTrace, peak_device_bytes
 from moeplan.executor.mesh import Mesh
 from moeplan.executor.micro_batch import MicroBatch, cut_micro_batch
 from moeplan.executor.model import Transformer
-from moeplan.executor.optimizer import ChainedOptimizer, gather_scalars, learning_rate
+from moeplan.executor.optimizer import ChainedOptimizer, learning_rate
 from moeplan.executor.pipeline import Pipeline, embedding_group
 from moeplan.executor.power import PowerSamples
 from moeplan.plan import Plan
@@ -23,14 +26,19 @@ from moeplan.run_config import RunConfig
 from moeplan.vocabulary import OpFamily
 
 Progress = Callable[[str], None]
+RESUME_HINT = "go on from there with resume"
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """Cross entropy a token over the global batch, and the norm of its gradient before clipping."""
+    """Cross entropy a token over the global batch, and the norm of its gradient before clipping.
+
+    ``stop``: some rank was asked to stop, which all of them learn in the same step.
+    """
 
     loss: float
     grad_norm: float
+    stop: bool = False
 
 
 @dataclass
@@ -60,12 +68,21 @@ class Trainer:
         self.optimizer = ChainedOptimizer(
             entries, plan_dtypes(plan), run, mesh, plan.sharding, embedding_group=group, device=device
         )
+        self.checkpoints = Checkpointer(plan, run, mesh, self.model, self.optimizer) if run.save_folder else None
+        self.first_step = 0
+        self.stop_requested = False  # set by a signal, at any time
+
+    def resume(self) -> None:
+        """Take the latest checkpoint of the run's folder, whatever folding wrote it."""
+        assert self.checkpoints is not None
+        self.first_step = self.checkpoints.load()
+        check_resumed(self.run, self.first_step)
 
     def step(self, number: int) -> StepResult:
         """One step over the global batch. RunFailedError names step and rank where loss or gradient is not finite."""
         loss_sum = self.pipeline.run(lambda index: self._micro_batch(number, index))[0] / self.plan.tokens_per_step
         # Ranks without the loss bring zero; those of a tp group all have the same one.
-        losses = gather_scalars(loss_sum * (self.mesh.tp.index == 0), self.mesh.world)
+        losses, stops = self._gathered(loss_sum * (self.mesh.tp.index == 0), float(self.stop_requested))
         self._check_finite("loss", losses, number)
         squares = self.optimizer.reduce_grads()
         self._check_finite("gradient norm", squares, number)
@@ -73,7 +90,13 @@ class Trainer:
         self.optimizer.update(learning_rate(self.run, number), norm)
         for router in self.model.routers():
             router.update_bias()
-        return StepResult(sum(losses), norm)
+        return StepResult(sum(losses), norm, any(stops))
+
+    def _gathered(self, first: torch.Tensor, second: float) -> tuple[list[float], list[float]]:
+        """Two numbers of every rank of the world in one collective."""
+        both = torch.stack([first.to(torch.float64), first.new_tensor(second, dtype=torch.float64)])
+        firsts, seconds = all_gather_raw(both[None], self.mesh.world).t().tolist()
+        return firsts, seconds
 
     def _micro_batch(self, number: int, index: int) -> MicroBatch:
         """Ids of micro-batch ``index`` of this rank's dp index."""
@@ -98,15 +121,16 @@ class Trainer:
 def train(trainer: Trainer, report: Progress) -> TrainingRecord:
     """Run every step of the trainer's run; ``report`` gets one line for each step to be logged.
 
-    The last ``profile_steps`` steps are traced for the time by op family.
+    The last ``profile_steps`` steps are traced for the time by op family. Checkpoints are written between steps. Where
+    a rank was asked to stop, all save the state and raise RunFailedError.
     """
     run, record = trainer.run, TrainingRecord()
     timer = StepTimer(0, trainer.device)
     first_traced = run.steps - run.profile_steps
     trace = StepTrace(trainer.device) if run.profile_steps else None
-    for number in range(first_traced):
+    for number in range(trainer.first_step, first_traced):
         _timed_step(trainer, number, timer, record, report)
-        if number >= run.warmup_steps_untimed:
+        if number - trainer.first_step >= run.warmup_steps_untimed:
             record.power.sample(trainer.device)
     record.peak_bytes = peak_device_bytes(trainer.device)  # a trace of a step takes memory of its own
     with trace or nullcontext():
@@ -116,6 +140,8 @@ def train(trainer: Trainer, report: Progress) -> TrainingRecord:
         record.family_times = trace.family_times(run.profile_steps)
         record.kernels = trace.kernels()
     record.step_times_s = timer.all_times_s
+    if trainer.checkpoints is not None:
+        trainer.checkpoints.wait()
     return record
 
 
@@ -129,3 +155,17 @@ def _timed_step(trainer: Trainer, number: int, timer: StepTimer, record: Trainin
             f"step {number + 1}/{trainer.run.steps}  loss {result.loss:.4f}  grad norm {result.grad_norm:.3f}  "
             f"{trainer.plan.tokens_per_step / step_s:.0f} tokens/s  {step_s * 1000:.0f} ms"
         )
+    checkpoints = trainer.checkpoints
+    if checkpoints is not None and (result.stop or checkpoints.is_due(number + 1)):
+        checkpoints.save(number + 1)
+    if result.stop:
+        _stop(trainer, number + 1)
+
+
+def _stop(trainer: Trainer, steps: int) -> None:
+    checkpoints = trainer.checkpoints
+    saved = ""
+    if checkpoints is not None:
+        checkpoints.wait()
+        saved = f"; its state is in {checkpoints.folder}"
+    raise RunFailedError(f"the run was asked to stop after step {steps}/{trainer.run.steps}{saved}", RESUME_HINT)

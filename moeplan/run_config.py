@@ -25,3 +25,7 @@ class RunConfig(Record):
     clip_grad_norm: float = Field(default=1.0, ge=0, description="0: no clipping")
     profile_steps: int = Field(default=2, ge=0, description="steps traced at the end for time by op family")
     log_every: PositiveInt = 1
+    save_folder: str = Field(default="", description="of checkpoints; the last step is always saved there")
+    save_every: int = Field(default=0, ge=0, description="steps between checkpoints; 0: only the last")
+    save_async: bool = Field(default=False, description="write checkpoints beside training, from a copy on the host")
+    resume: bool = Field(default=False, description="go on from the latest checkpoint of save_folder")

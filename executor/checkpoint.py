@@ -1,0 +1,207 @@
+"""Saving and loading a run with torch.distributed.checkpoint, at any folding.
+
+Every rank writes each element that it alone counts (``FlatBuffer.counted``), so all ranks write about equally much and
+nothing twice; on loading, each reads what it holds, whoever wrote it. Weights are stored in the precision in which they
+are updated.
+"""
+
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moeplan.errors import InvalidInputError, MoeplanError, RunFailedError
+from moeplan.executor.checkpoint_files import (
+    FileSum,
+    Manifest,
+    begin_saving,
+    finish_saving,
+    latest_checkpoint,
+    problem_of,
+    read_manifest,
+    saving_place,
+    sum_file,
+)
+from moeplan.executor.flat_buffer import Span
+from moeplan.executor.mesh import Mesh
+from moeplan.executor.model import Transformer
+from moeplan.executor.optimizer import ChainedOptimizer, gather_scalars
+from moeplan.executor.tensor_slices import TensorSlice, buffer_slices
+from moeplan.plan import Plan
+from moeplan.run_config import RunConfig
+
+_METADATA = ".metadata"
+
+
+class Checkpointer:
+    """Saves and loads one run. Collective: all ranks make it, and call its methods at the same steps."""
+
+    def __init__(self, plan: Plan, run: RunConfig, mesh: Mesh, model: Transformer, optimizer: ChainedOptimizer) -> None:
+        self.plan, self.run, self.mesh, self.model, self.optimizer = plan, run, mesh, model, optimizer
+        self.folder = Path(run.save_folder)
+        # Saving talks on a group of its own and through the host, so that it can go on beside training.
+        self.group = dist.new_group(backend="gloo") if mesh.world.size > 1 else None
+        self.is_first = mesh.rank == 0
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+
+    def is_due(self, step: int) -> bool:
+        """Whether a checkpoint belongs after ``step`` steps."""
+        every = self.run.save_every
+        return step == self.run.steps or (every > 0 and step % every == 0)
+
+    def save(self, step: int) -> None:
+        """Write the state after ``step`` steps; with ``save_async`` it is copied now and written by a thread.
+
+        Raises RunFailedError where it, or the one before, cannot be written.
+        """
+        self.wait()
+        slices = [replace(one, values=self._copied(one.values)) for one in self._slices(counted_only=True)]
+        manifest = Manifest(
+            step=step,
+            model=self.plan.model,
+            plan_id=self.plan.plan_id,
+            num_gpus=self.plan.num_gpus,
+            precision=self.plan.precision,
+            seed=self.run.seed,
+            data=self.run.data,
+            rng=bytes(torch.get_rng_state().tolist()).hex(),
+        )
+        if self.run.save_async:
+            self._thread = threading.Thread(target=self._write_noting_errors, args=(slices, manifest), daemon=True)
+            self._thread.start()
+        else:
+            self._write_noting_errors(slices, manifest)
+            self.wait()
+
+    def wait(self) -> None:
+        """Until the checkpoint that is being written is whole. Raises what its thread met."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise RunFailedError(
+                f"save_folder {self.folder}: the checkpoint cannot be written: {_first_line(error)}",
+                "look for a full or read-only disk; the checkpoint before it is untouched",
+            ) from error
+
+    def load(self) -> int:
+        """Take the state of the latest checkpoint; returns the number of steps it has done.
+
+        Raises InvalidInputError where there is none, it is of another model, or one of its files is damaged.
+        """
+        checkpoint = latest_checkpoint(self.folder)
+        manifest = read_manifest(checkpoint, self.plan.model)
+        self._check_files(checkpoint, manifest)
+        self._read(checkpoint)
+        for one in self.optimizer.classes:
+            one.take_main_weights(manifest.step)
+        torch.set_rng_state(torch.tensor(list(bytes.fromhex(manifest.rng)), dtype=torch.uint8))
+        return manifest.step
+
+    def _copied(self, values: Tensor) -> Tensor:
+        return values.detach().to("cpu", copy=True) if self.run.save_async else values.detach()
+
+    def _slices(self, *, counted_only: bool) -> Iterator[TensorSlice]:
+        """Weights, moments and router biases that this rank writes, or all that it holds."""
+        for one in self.optimizer.classes:
+            span = one.buffer.counted if counted_only else one.updated.overlap(Span(0, one.buffer.num_elements))
+            states = {"weight": one.main, "first_moment": one.first_moment, "second_moment": one.second_moment}
+            for kind, flat in states.items():
+                for part in buffer_slices(one.buffer, span, flat, one.updated.start):
+                    yield replace(part, name=f"{kind}/{part.name}")
+        if self.mesh.stage.index == 0 or not counted_only:
+            for router in self.model.routers():
+                if router.bias_E is not None:
+                    yield TensorSlice(f"expert_bias/{router.name}", tuple(router.bias_E.shape), (0,), router.bias_E)
+
+    def _write_noting_errors(self, slices: list[TensorSlice], manifest: Manifest) -> None:
+        try:
+            self._write(slices, manifest)
+        except Exception as error:  # noqa: BLE001 - a thread's error is raised by the next wait
+            self._error = error
+
+    def _write(self, slices: list[TensorSlice], manifest: Manifest) -> None:
+        from torch.distributed.checkpoint.filesystem import FileSystemWriter  # noqa: PLC0415 - 0.5 s few runs need
+        from torch.distributed.checkpoint.state_dict_saver import save  # noqa: PLC0415 - likewise
+
+        from moeplan.executor.checkpoint_planner import SlicesToSave  # noqa: PLC0415 - likewise
+
+        place = saving_place(self.folder, manifest.step)
+        if self.is_first:
+            begin_saving(self.folder, manifest.step)
+        self._barrier()
+        writer, planner, alone = FileSystemWriter(place), SlicesToSave(slices), self.group is None
+        with _no_word_of_one_process():
+            save({}, storage_writer=writer, planner=planner, process_group=self.group, no_dist=alone)
+        sums = self._gathered({path.name: sum_file(path) for path in place.glob(f"__{self.mesh.rank}_*")})
+        if self.is_first:
+            sums[_METADATA] = sum_file(place / _METADATA)
+            finish_saving(place, manifest.model_copy(update={"files": sums}))
+        self._barrier()
+
+    def _barrier(self) -> None:
+        if self.group is not None:
+            dist.barrier(group=self.group)
+
+    def _gathered(self, sums: dict[str, FileSum]) -> dict[str, FileSum]:
+        """Checksums of the files of all ranks, on the first."""
+        if self.group is None:
+            return sums
+        found: list[Any] | None = [None] * self.mesh.world.size if self.is_first else None
+        dist.gather_object(sums, found, dst=0, group=self.group)
+        return {name: one for part in found or () for name, one in part.items()}
+
+    def _check_files(self, checkpoint: Path, manifest: Manifest) -> None:
+        """Each rank reads its share of the files; all of them raise the same error where one is damaged."""
+        names = sorted(manifest.files)
+        bad = -1
+        for index in range(self.mesh.rank, len(names), self.mesh.world.size):
+            if bad < 0 and problem_of(checkpoint, names[index], manifest.files[names[index]]):
+                bad = index
+        found = gather_scalars(torch.tensor(float(bad), device=self.model.table.device), self.mesh.world)
+        if max(found) >= 0:
+            name = names[int(max(found))]
+            problem = problem_of(checkpoint, name, manifest.files[name])
+            raise InvalidInputError(
+                f"{checkpoint / name} {problem or 'is damaged'}",
+                "restore that file, or write the name of an older checkpoint into LATEST",
+            )
+
+    def _read(self, checkpoint: Path) -> None:
+        from torch.distributed.checkpoint.filesystem import FileSystemReader  # noqa: PLC0415 - as in _write
+        from torch.distributed.checkpoint.state_dict_loader import load  # noqa: PLC0415 - likewise
+
+        from moeplan.executor.checkpoint_planner import SlicesToLoad  # noqa: PLC0415 - likewise
+
+        planner = SlicesToLoad(list(self._slices(counted_only=False)))
+        try:
+            with _no_word_of_one_process():
+                load({}, storage_reader=FileSystemReader(checkpoint), planner=planner, no_dist=True)
+        except MoeplanError:
+            raise
+        except Exception as error:
+            raise InvalidInputError(
+                f"{checkpoint} cannot be read: {_first_line(error)}", "resume from an older checkpoint"
+            ) from error
+
+
+@contextmanager
+def _no_word_of_one_process() -> Iterator[None]:
+    """Torch warns that a rank reads, or a single process writes, without the others: that is meant so."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
+def _first_line(error: Exception) -> str:
+    cause = error.__cause__ or error
+    return (str(cause).strip().splitlines() or [type(cause).__name__])[0]

@@ -1,0 +1,83 @@
+"""One table of foldings on 2 to 16 processes against one process, in float64: each axis alone, and mixed.
+
+After five steps the losses, the global norms, every weight and every router bias are the same to 1e-9.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.executor.folding_cases import alone, assert_same_run, train_folded
+from tests.executor.pools import Pools
+
+# Processes, model, what the plan changes. Those of the first table run with every test run.
+QUICK: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "dp2, experts folded over both": (2, "gqa", {"ep": 2}),
+    "cp2 alone": (2, "mla", {"cp": 2}),
+    "pp2 alone": (2, "mla", {"pp": 2}),
+    "tp4, etp1 ep4": (4, "gqa", {"tp": 4, "ep": 4}),
+    "tp2 pp2, etp2": (4, "mla", {"tp": 2, "pp": 2, "etp": 2}),
+    "cp2 pp2 vp2, uneven": (4, "gqa", {"cp": 2, "pp": 2, "vp": 2, "ep": 2, "layout": "Et|ttt||mL"}),
+    "tp4 dp2, etp1 ep8": (8, "gqa", {"tp": 4, "ep": 8}),
+    "tp2 cp2 pp2, ep larger than dp": (8, "mla", {"tp": 2, "cp": 2, "pp": 2, "ep": 4}),
+}
+REST: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "dp2 alone": (2, "gqa", {}),
+    "dp2 alone, states replicated": (2, "mla", {"sharding": "none"}),
+    "tp2 alone": (2, "mla", {"tp": 2}),
+    "etp2 alone": (2, "gqa", {"etp": 2}),
+    "ep2 alone": (2, "windowed", {"ep": 2}),
+    "cp2 alone, windows": (2, "windowed", {"cp": 2}),
+    "pp2 vp2, uneven": (2, "gqa", {"pp": 2, "vp": 2, "layout": "Ettt||t|mL"}),
+    "pp4 alone": (4, "windowed", {"pp": 4, "layout": "Et|tt|t|L"}),
+    "dp4, ep4": (4, "mla", {"ep": 4}),
+    "tp2 dp2, etp4": (4, "gqa", {"tp": 2, "etp": 4}),
+    "tp2 dp2, etp2 ep2": (4, "mla", {"tp": 2, "etp": 2, "ep": 2}),
+    "cp4, ep4, two sequences": (4, "mla", {"cp": 4, "ep": 4, "mbs": 2}),
+    "pp2 dp2, states replicated": (4, "mla", {"pp": 2, "sharding": "none", "ep": 2}),
+    "cp2 tp2, full recompute": (4, "gqa", {"cp": 2, "tp": 2, "ep": 2, "recompute": ("full",)}),
+    "tp2 cp2 dp2, etp2 ep4": (8, "gqa", {"tp": 2, "cp": 2, "etp": 2, "ep": 4}),
+    "dp8, ep8": (8, "windowed", {"ep": 8}),
+    "pp4 tp2, ep2": (8, "mla", {"pp": 4, "tp": 2, "ep": 2, "layout": "Ett|t|tm|mL"}),
+    "pp2 vp3 dp4, ep4": (8, "gqa", {"pp": 2, "vp": 3, "ep": 4, "layout": "E|tt|t|t|m|L"}),
+    "cp8, etp1 ep8": (8, "gqa", {"cp": 8, "ep": 8}),
+    "tp2 cp2 dp2 pp2, etp1 ep4": (16, "gqa", {"tp": 2, "cp": 2, "pp": 2, "ep": 4}),
+    "tp2 cp2 dp2 pp2, etp1 ep8, latent": (16, "mla", {"tp": 2, "cp": 2, "pp": 2, "ep": 8}),
+    "tp4 cp2 pp2 vp2, etp2 ep2": (
+        16,
+        "mla",
+        {"tp": 4, "cp": 2, "pp": 2, "vp": 2, "etp": 2, "ep": 2, "layout": "Et|tt|tm|mL"},
+    ),
+    "tp4 dp4, etp4 ep2": (16, "gqa", {"tp": 4, "etp": 4, "ep": 2, "mbs": 2}),
+    "pp4 cp2 dp2, ep2 edp2": (16, "windowed", {"pp": 4, "cp": 2, "ep": 2, "recompute": ("layernorm", "moe_act")}),
+}
+
+
+@pytest.fixture(scope="module")
+def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pools]:
+    with Pools(tmp_path_factory) as pools:
+        yield pools
+
+
+def check(pools: Pools, case: tuple[int, str, dict[str, Any]]) -> None:
+    num_gpus, model, changes = case
+    expected = alone(model, changes.get("mbs", 1))
+    assert_same_run(expected, pools[num_gpus].run(train_folded, model, num_gpus, changes))
+
+
+@pytest.mark.parametrize("folding", QUICK)
+def test_folded_equals_alone(pools: Pools, folding: str) -> None:
+    check(pools, QUICK[folding])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("folding", REST)
+def test_other_foldings_equal_alone(pools: Pools, folding: str) -> None:
+    check(pools, REST[folding])
+
+
+def test_training_moves() -> None:
+    for model in ("gqa", "mla", "windowed"):
+        losses = alone(model).losses
+        assert losses[-1] < losses[0] - 0.1
