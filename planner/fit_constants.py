@@ -42,7 +42,7 @@ FIT_CONSTANTS: tuple[FitConstant, ...] = (
     FitConstant("fp8_gemm_frac", "stack", (), "fraction", 0.6, 1.1, "per-tensor FP8 GEMM over the best shapes' ratio"),
     FitConstant("elementwise_factor", "stack", (), "ratio", 0.8, 3.0, "element-wise traffic over ideal fusion"),
     FitConstant("stop_launches", "stack", (), "launches", 0.0, 120.0, "host work at a dispatch before the next kernel"),
-    FitConstant("unfused_permute_factor", "stack", (), "ratio", 1.5, 12.0, "the same without the fused kernel"),
+    FitConstant("unfused_permute_factor", "stack", (), "ratio", 1.5, 16.0, "the same without the fused kernel"),
     FitConstant("overlap_frac", "stack", (), "fraction", 0.3, 1.0, "part of what could hide that hides"),
     FitConstant("natural_imbalance_frac", "stack", (), "ratio", 1.0, 2.5, "busiest rank under natural routing"),
 )

@@ -115,7 +115,10 @@ def _permute(build: LayerBuilder, moe: Moe, name: str, segment: Segment, *, loca
         router = moe.router
         seen = expected_distinct_bins(moe.num_experts, moe.top_k, shape.ep, router.num_groups, router.top_groups)
         elements = own * (seen * shape.etp + copies) * hidden
-    factor = stack.permute_factor if shape.permute_fusion else stack.unfused_permute_factor
+    # All-to-all leaves its rows in chunks that need only be split and joined in another order; a graph of the whole
+    # iteration takes the dispatcher's own permutation, because index kernels ask the host for shapes.
+    is_fused = shape.permute_fusion or shape.is_device_driven or (local and shape.backend == "alltoall")
+    factor = stack.permute_factor if is_fused else stack.unfused_permute_factor
     num_bytes = elements * shape.element_bytes * factor.value
     return [
         Op(
@@ -126,7 +129,7 @@ def _permute(build: LayerBuilder, moe: Moe, name: str, segment: Segment, *, loca
             backward_hbm_bytes=num_bytes,
             segment=segment,
             scope="moe",
-            num_kernels=2 if shape.permute_fusion else UNFUSED_PERMUTE_KERNELS,
+            num_kernels=2 if is_fused else UNFUSED_PERMUTE_KERNELS,
             modules=frozenset(("moe",)),
         )
     ]
@@ -162,6 +165,14 @@ def _experts(build: LayerBuilder, moe: Moe) -> list[Op]:
         modules=("moe_act", "moe"),
     )
     is_fused = shape.fused_grouped_mlp
+    bias = build.memory(  # added to both outputs; backward sums their gradients over rows
+        "expert_bias",
+        2 * total * (gates * width + hidden) * moe.mlp_bias,
+        0.5,
+        segment="expert",
+        scope="moe",
+        modules=("moe",),
+    )
     # Fused kernels quantize between the two GEMMs; what comes from and goes to other ranks is quantized apart.
     quantized = total * (hidden + (0 if is_fused else width))
     return [
@@ -169,6 +180,7 @@ def _experts(build: LayerBuilder, moe: Moe) -> list[Op]:
         _grouped_gemm(build, "expert_fc1", (rows, gates * width, hidden), local_experts),
         *([] if is_fused else [act]),
         _grouped_gemm(build, "expert_fc2", (rows, hidden, width), local_experts),
+        *([bias] if moe.mlp_bias else []),
     ]
 
 
