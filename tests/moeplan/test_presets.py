@@ -66,8 +66,17 @@ def test_presets_have_the_published_parameters_and_flops(name: str) -> None:
     assert training_flops_per_token(model, 4096) / 1e9 == pytest.approx(gflop, rel=1e-4)
 
 
+# Parameters in billions of the benchmark models, by hand: layers x (attention + experts x 3 x hidden x width) + heads.
+BENCHMARKS = {"h200-fine": 3.87, "h200-coarse": 4.62}
+
+
+@pytest.mark.parametrize("name", sorted(BENCHMARKS))
+def test_benchmark_models_have_the_size_they_are_for(name: str) -> None:
+    assert total_parameters(load_model(name)) / 1e9 == pytest.approx(BENCHMARKS[name], abs=0.01)
+
+
 def test_every_preset_is_checked_and_named_after_its_file() -> None:
-    assert set(model_names()) == set(FIGURES) | {"tiny-moe"}
+    assert set(model_names()) == set(FIGURES) | {"tiny-moe"} | set(BENCHMARKS)
     for name in model_names():
         model = load_model(name)
         assert model.name == name
