@@ -16,6 +16,7 @@ from moeplan.executor.dtypes import Dtypes
 from moeplan.executor.mesh import Group
 from moeplan.executor.parameters import Entry
 from moeplan.executor.scopes import scope
+from moeplan.kernels.accumulate import accumulate_
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ def _kind(entry: Entry) -> tuple[bool, bool, bool]:
 def _adds_to(grad: Tensor) -> Callable[[nn.Parameter], None]:
     def add(parameter: Tensor) -> None:
         assert parameter.grad is not None
-        grad.add_(parameter.grad)
+        accumulate_(grad, parameter.grad)
         parameter.grad = None
 
     return add

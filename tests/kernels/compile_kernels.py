@@ -4,13 +4,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from moeplan.kernels import activation_triton, cross_entropy_triton, permute_triton, rotary_triton
+from moeplan.kernels import accumulate_triton, activation_triton, cross_entropy_triton, permute_triton, rotary_triton
 from moeplan.kernels.triton_launch import tl
 
 FP32 = {"DTYPE": tl.float32, "BLOCK": 1024}
 ACTIVATION = [FP32 | {"CODE": code, "GATED": code < 2, "HAS_PROBS": code != 1} for code in (0, 1, 2)]
 # Kernel, types of its other arguments, and the constants of each variant.
 KERNELS = (
+    (accumulate_triton._add, "*fp32 *bf16 i64", [{"BLOCK": 4096}]),
     (activation_triton._forward, "*bf16 *fp32 *bf16 i32", ACTIVATION),
     (activation_triton._backward, "*bf16 *bf16 *fp32 *bf16 *fp32 i32", ACTIVATION),
     (cross_entropy_triton._stats, "*bf16 *i64 *fp32 *fp32 *fp32 i32", [FP32]),

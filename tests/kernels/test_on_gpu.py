@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from moeplan.kernels import activation_reference, permute_reference
+from moeplan.kernels.accumulate import accumulate_
 from moeplan.kernels.activation import ActivationKind, activation
 from moeplan.kernels.cross_entropy import logit_gradient_, logit_stats
 from moeplan.kernels.grouped_gemm import grouped_gemm
@@ -35,7 +36,7 @@ def _check(
     expected_grads = torch.autograd.grad(expected, exact, direction.double())
     for one, other in zip((got, *got_grads), (expected, *expected_grads), strict=True):
         assert one.shape == other.shape
-        assert float((one.double() - other).norm() / other.norm()) < BF16_ERROR
+        assert float((one.double() - other).detach().norm() / other.detach().norm()) < BF16_ERROR
 
 
 @pytest.mark.parametrize("kind", get_args(ActivationKind))
@@ -90,3 +91,9 @@ def test_grouped_gemm_with_an_empty_expert() -> None:
         return torch.cat(parts)
 
     _check(lambda x, w: grouped_gemm(x, w, ends_E), reference, [_normal(300, 256), _normal(4, 256, 512)])
+
+
+def test_accumulation_over_two_dtypes() -> None:
+    total_N, part_N = torch.randn(100_003, device="cuda"), _normal(100_003).detach()
+    expected = total_N + part_N
+    torch.testing.assert_close(accumulate_(total_N, part_N), expected, rtol=0, atol=0)
