@@ -105,7 +105,7 @@ class Fit:
             step = -step if values[index] + step > constant.high else step
             moved = values.copy()
             moved[index] += step
-            columns.append((self.log_errors(moved) - errors) / step * self.ranges[index])
+            columns.append((self.log_errors(moved.tolist()) - errors) / step * self.ranges[index])
         return np.stack(columns, axis=1)
 
     def step(self, values: Array, errors: Array, jacobian: Array, start: Array, use: NDArray[np.bool_]) -> Array:

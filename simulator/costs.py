@@ -87,7 +87,8 @@ def _attention(op: Op, profile: HardwareProfile) -> Cost:
 def _attention_rate(curve: AttentionCurve, seq_len: float) -> float:
     """The curve's rate; below its first sequence the rate falls as readings of other head sizes do."""
     first = curve.curve.sizes[0]
-    return curve.curve.rate_at(max(seq_len, first)) * min(1.0, seq_len / first) ** SHORT_SEQUENCE_EXPONENT
+    short: float = min(1.0, seq_len / first) ** SHORT_SEQUENCE_EXPONENT
+    return curve.curve.rate_at(max(seq_len, first)) * short
 
 
 def _nearest_attention(profile: HardwareProfile, op: Op) -> AttentionCurve | None:

@@ -1,5 +1,7 @@
 """Copies of a token and exchange times, against the report's section 2."""
 
+from statistics import median
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -91,3 +93,52 @@ def test_exchange_times_of_the_report(hardware: str, backend: DispatchBackend, e
         backend=backend,
     )
     assert cost(op, profile).seconds * 1e6 == pytest.approx(microseconds, rel=0.17)
+
+
+# Report section 2.3, microseconds: GB200 HybridEP and all-to-all, H100 HybridEP and all-to-all.
+LATENCIES = {
+    ("dispatch", 8): (391, 735, 661, 1265),
+    ("dispatch", 16): (578, 743, 1485, 5774),
+    ("dispatch", 32): (612, 769, 3064, 8059),
+    ("dispatch", 64): (675, 930, 4626, 9164),
+    ("combine", 8): (353, 741, 624, 1277),
+    ("combine", 16): (527, 765, 1688, 5628),
+    ("combine", 32): (646, 758, 3088, 7815),
+    ("combine", 64): (744, 827, 4398, 8727),
+}
+
+
+def latency_error_frac(hardware: str, backend: DispatchBackend, ep: int, microseconds: float) -> float:
+    """Routing is uniform inside NVLink, group-limited across nodes: the reading that a NIC of 50 GB/s allows."""
+    is_rack, moe = hardware == "gb200", load_model("deepseek-v3").moe
+    assert moe is not None
+    if is_rack or ep == 8:
+        moe = moe.model_copy(update={"router": moe.router.model_copy(update={"num_groups": 1, "top_groups": 1})})
+    group = Placement(ep, 1 if is_rack else ep // 8)
+    sent = exchange_bytes(moe, 4096, 7168 * 2, backend, group)
+    op = Op(
+        name="exchange",
+        kind="exchange",
+        family="dispatch",
+        comm_bytes=sent.scale_up,
+        network_bytes=sent.network,
+        backend=backend,
+        group=group,
+    )
+    return cost(op, load_profile(hardware)).seconds / (microseconds * 1e-6) - 1
+
+
+def test_latencies_of_the_report() -> None:
+    columns: tuple[tuple[str, DispatchBackend], ...] = (
+        ("gb200", "hybridep"),
+        ("gb200", "alltoall"),
+        ("h100", "hybridep"),
+        ("h100", "alltoall"),
+    )
+    errors = [
+        abs(latency_error_frac(hardware, backend, ep, microseconds))
+        for (_, ep), row in LATENCIES.items()
+        for (hardware, backend), microseconds in zip(columns, row, strict=True)
+    ]
+    assert max(errors) <= 0.18
+    assert median(errors) <= 0.08

@@ -7,6 +7,7 @@ import pytest
 
 from moeplan.errors import InvalidInputError
 from moeplan.files import toml_text
+from moeplan.hwprofiles.load import load_profile
 from moeplan.plan import Plan
 from moeplan.presets import load_model
 from moeplan.simulator.stack import load_stack, stack_names
@@ -62,3 +63,31 @@ def test_violations_name_what_the_stack_does_not_execute(
     found = list(load_stack(name).violations(DSV3.model, point))
     assert [key for key, _ in found] == keys
     assert all(name in problem for _, problem in found)
+
+
+def test_a_stack_may_inherit_and_change_one_constant(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(
+        'base = "megatron-bridge-26.08"\n[time]\nlaunches_per_op = { value = 9, source = "measured", ref = "a test" }\n'
+    )
+    mine, base = load_stack(str(path)), load_stack("megatron-bridge-26.08")
+    assert (mine.name, mine.time.launches_per_op.value) == ("mine", 9)
+    assert mine.time.router_kernels == base.time.router_kernels
+    assert mine.precisions == base.precisions
+    path.write_text(f'base = "{path}"\n')
+    with pytest.raises(InvalidInputError, match="leads back"):
+        load_stack(str(path))
+
+
+def test_defaults_depend_on_machine_and_model() -> None:
+    older, newer = load_stack("megatron-bridge-26.04"), load_stack("megatron-bridge-26.08")
+    rack, node = load_profile("gb300"), load_profile("h100")
+    assert older.features_of(DSV3.model, rack, "mxfp8", "hybridep").cuda_graph == (
+        "attn",
+        "moe_router",
+        "moe_preprocess",
+    )
+    assert older.features_of(DSV3.model, node, "bf16", None).backend == "hybridep"
+    assert newer.features_of(DSV3.model, rack, "mxfp8", "hybridep").cuda_graph == ("full_iteration",)
+    assert newer.features_of(DSV3.model, rack, "mxfp8", "alltoall").cuda_graph is None
+    assert newer.features_of(load_model("gpt-oss-120b"), rack, "bf16", "hybridep").permute_fusion is False

@@ -1,0 +1,105 @@
+"""Rows of measured runs become plans by rule; what they do not say comes from the stack."""
+
+from pathlib import Path
+
+import pytest
+
+from moeplan.errors import InvalidInputError
+from moeplan.planner.published_plan import find_stack, hardware_name, plan_of
+from moeplan.planner.published_rows import CellError, PublishedRow, read_published_rows
+from moeplan.planner.scoring import profile_of, stack_of
+
+SAMPLE = Path(__file__).parents[1] / "data" / "published_runs_sample.csv"
+ROWS = {row.id: row for row in read_published_rows(SAMPLE)[0]}
+BRIDGE = "mb-2608-deepseek-v3-GB300-mxfp8-g256-t1p2v8c1e32-m1-b4096-s4096"
+
+
+def row(**cells: str) -> PublishedRow:
+    """The Bridge row of DeepSeek-V3 on 256 GB300 with some cells changed."""
+    return PublishedRow(2, ROWS[BRIDGE].cells | cells)
+
+
+def test_a_row_that_states_everything() -> None:
+    plan = plan_of(row(), stack_of("megatron-bridge-26.08"), profile_of("gb300"))
+    assert (plan.pp, plan.vp, plan.ep, plan.dp, plan.num_micro_batches) == (2, 8, 32, 128, 32)
+    assert (plan.dispatcher, plan.flex_backend, plan.dispatch_sms) == ("flex", "hybridep", 32)
+    assert plan.ep_overlap
+    assert plan.delay_wgrad
+    assert plan.fused_grouped_mlp
+    assert plan.fp8_attention
+    assert plan.cuda_graph == ("full_iteration",)
+    assert (plan.recompute, plan.grad_dtype, plan.moment_dtype) == ((), "bf16", "bf16")
+
+
+def test_empty_cells_take_the_default_of_the_stack_and_never_of_a_row() -> None:
+    blank = row(dispatcher="", ep_overlap="", cuda_graph="", delay_wgrad="", grad_dtype="", moment_dtype="")
+    plan = plan_of(blank, stack_of("megatron-bridge-26.04"), profile_of("gb300"))
+    assert plan.flex_backend == "hybridep"
+    assert plan.cuda_graph == ("attn", "moe_preprocess", "moe_router")
+    assert (plan.ep_overlap, plan.delay_wgrad, plan.grad_dtype) == (False, False, "bf16")
+    older = plan_of(blank, stack_of("megatron-bridge-25.09"), profile_of("b200"))
+    assert (older.dispatcher, older.cuda_graph) == ("alltoall", ())
+
+
+def test_layers_spread_evenly_with_embedding_and_loss_where_only_that_divides() -> None:
+    even = row(model="llama3-70b", pp="4", vp="5", ep="1", pipeline_layout="", mtp_layers="", ep_overlap="0")
+    stack, profile = stack_of("megatron-bridge-26.08"), profile_of("gb300")
+    plain = {"cuda_graph": "none", "fused_grouped_mlp": "", "delay_wgrad": ""}
+    assert plan_of(PublishedRow(2, even.cells | plain), stack, profile).layout == "Et*4|(tttt|)*18t*4L"
+    cut = even.cells | plain | {"model": "llama3.1-405b", "pp": "8", "vp": "8", "gbs": "1024"}
+    assert plan_of(PublishedRow(2, cut), stack, profile).layout == "Et|(tt|)*62tL"
+
+
+@pytest.mark.parametrize(
+    "written, found",
+    [
+        ("megatron-bridge-26.08", "megatron-bridge-26.08"),
+        ("megatron-bridge-26.04.01", "megatron-bridge-26.04"),
+        ("megatron-bridge-27.01", "megatron-bridge-26.08"),
+        ("dgxc-25.12", "dgxc-25.08"),
+    ],
+)
+def test_a_release_between_two_stacks_runs_as_the_earlier(written: str, found: str) -> None:
+    assert find_stack(written) == found
+
+
+@pytest.mark.parametrize(
+    "cells, column",
+    [
+        ({"n_gpus": "many"}, "n_gpus"),
+        ({"gbs": ""}, "gbs"),
+        ({"precision": "fp6"}, "precision"),
+        ({"model": "deepseek-v9"}, "model"),
+        ({"dispatcher": "pigeon"}, "dispatcher"),
+        ({"offload": "act_layers:x"}, "offload"),
+        ({"recompute": "selective:dreams"}, "recompute"),
+        ({"cuda_graph": "te:dreams"}, "cuda_graph"),
+        ({"task": "lora"}, "task"),
+        ({"ep_overlap": "2"}, "ep_overlap"),
+        ({"tp": "3"}, "plan"),
+        ({"pipeline_layout": "Et|L"}, "plan"),
+    ],
+)
+def test_what_cannot_be_expressed_names_its_column(cells: dict[str, str], column: str) -> None:
+    with pytest.raises(CellError) as caught:
+        plan_of(row(**cells), stack_of("megatron-bridge-26.08"), profile_of("gb300"))
+    assert caught.value.column == column
+
+
+def test_unknown_machines_and_engines_are_cell_errors() -> None:
+    with pytest.raises(CellError, match="MI300X"):
+        hardware_name(row(gpu="MI300X"))
+    with pytest.raises(CellError, match="no stack of"):
+        find_stack("hai-llm-2024")
+
+
+def test_lines_that_are_no_rows_are_told_and_the_rest_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "runs.csv"
+    text = SAMPLE.read_text().splitlines()
+    path.write_text("\n".join([text[0], "too,few", text[1], ""]) + "\n")
+    rows, bad = read_published_rows(path)
+    assert [one.id for one in rows] == [BRIDGE]
+    assert bad == [(2, f"2 cells, the header has {len(text[0].split(','))} columns")]
+    path.write_text("id,model\n")
+    with pytest.raises(InvalidInputError, match="no column gpu"):
+        read_published_rows(path)
