@@ -11,6 +11,8 @@ from moeplan.files import write_text_atomically
 
 RUN_FOLDER_VARIABLE = "MOEPLAN_RUN_FOLDER"
 LAUNCHER_VARIABLE = "MOEPLAN_LAUNCHER_PID"
+# How a rank says that a signal ended it in good order; the launcher knows which one.
+STOPPED = "was asked to stop"
 
 # Known: a message for the user. Unexpected: our fault. Lost peer: another rank ended first, so its reason counts.
 FailureKind = Literal["known", "unexpected", "lost_peer"]

@@ -16,14 +16,22 @@ from types import FrameType
 
 import moeplan
 from moeplan.errors import InvalidInputError, MoeplanError, RunFailedError
-from moeplan.executor.check import check_data_file, check_run, check_supported, check_world
-from moeplan.executor.failure import LAUNCHER_VARIABLE, RUN_FOLDER_VARIABLE, Failure, read_failures, read_process_ids
+from moeplan.executor.check import check_data_file, check_resumed, check_run, check_supported, check_world
+from moeplan.executor.checkpoint_files import latest_checkpoint, read_manifest
+from moeplan.executor.failure import (
+    LAUNCHER_VARIABLE,
+    RUN_FOLDER_VARIABLE,
+    STOPPED,
+    Failure,
+    read_failures,
+    read_process_ids,
+)
 from moeplan.files import read_toml, validate
 from moeplan.plan import Plan
 from moeplan.run_config import RunConfig
 
-# Workers end at SIGTERM at once; whatever is left after this long is killed.
-_GRACE_S = 5.0
+# Workers end at SIGTERM at once, or save their state first; whatever is left after this long is killed.
+_GRACE_S, _SAVE_GRACE_S = 5.0, 35.0
 _TAIL_LINES = 20
 # How torchrun's report names a rank that a signal ended: "rank : 2 (local_rank: 2)", then "exitcode : -9 (pid: 7)".
 _REPORTED = re.compile(r"rank\s*:\s*(\d+) \(local_rank[^\n]*\n\s*exitcode\s*:\s*(-?\d+)")
@@ -57,10 +65,13 @@ def launch(
     check_supported(plan)
     check_run(run)
     check_data_file(run, plan.seq_len)
+    if run.resume:
+        checkpoint = latest_checkpoint(Path(run.save_folder))
+        check_resumed(run, read_manifest(checkpoint, plan.model).step)
     with tempfile.TemporaryDirectory(prefix="moeplan-run-") as name:
         folder = Path(name)
         process = _start(plan_path, run_path, out_path, num_processes, folder)
-        _follow(process, folder, report or _to_stderr)
+        _follow(process, folder, report or _to_stderr, _SAVE_GRACE_S if run.save_folder else _GRACE_S)
 
 
 def _start(
@@ -93,8 +104,8 @@ def _start(
     )
 
 
-def _follow(process: "subprocess.Popen[str]", folder: Path, report: Callable[[str], None]) -> None:
-    """Pass progress on until the run has ended, and raise what went wrong."""
+def _follow(process: "subprocess.Popen[str]", folder: Path, report: Callable[[str], None], grace_s: float) -> None:
+    """Pass progress on until the run has ended, and raise what went wrong. ``grace_s``: for the workers to end."""
     assert process.stderr is not None
     log: deque[str] = deque(maxlen=2000)
     progress = "before the first step"
@@ -108,13 +119,20 @@ def _follow(process: "subprocess.Popen[str]", folder: Path, report: Callable[[st
                     log.append(line)
             exit_code = process.wait()
     except _StoppedError as stopped:
-        raise RunFailedError(
-            f"the run was stopped by {stopped.name} {progress}", "run it again to start over"
-        ) from None
+        _end(process, folder, grace_s)
+        raise _stopped_by(stopped.name, folder, progress) from None
     finally:
         _end(process, folder)
     if exit_code:
         raise _failure_of(folder, "".join(log), progress)
+
+
+def _stopped_by(name: str, folder: Path, progress: str) -> RunFailedError:
+    """What a run says that a signal ended: its workers' own words where they saved their state."""
+    known = [failure for failure in read_failures(folder) if STOPPED in failure.message]
+    if known:
+        return RunFailedError(known[0].message.replace(STOPPED, f"was stopped by {name}"), known[0].hint)
+    return RunFailedError(f"the run was stopped by {name} {progress}", "run it again to start over")
 
 
 def _failure_of(folder: Path, log: str, progress: str) -> MoeplanError:
@@ -140,12 +158,12 @@ def _raised_by(failure: Failure) -> MoeplanError:
     return kind(failure.message, failure.hint + details)
 
 
-def _end(process: "subprocess.Popen[str]", folder: Path) -> None:
+def _end(process: "subprocess.Popen[str]", folder: Path, grace_s: float = _GRACE_S) -> None:
     """Leave no process: ask torchrun to end its workers, then kill what is left."""
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
         with suppress(subprocess.TimeoutExpired):
-            process.wait(_GRACE_S)
+            process.wait(grace_s)
     if process.poll() is None:
         _kill_group(process.pid)
         process.wait()

@@ -72,7 +72,7 @@ def make_figures(
     ``record`` is rank 0's: losses are the same on all ranks, and its kernels and power stand for all.
     """
     slowest_s = [max(times) for times in zip(*(rank.step_times_s for rank in ranks), strict=True)]
-    timed_s = slowest_s[run.warmup_steps_untimed : run.steps - run.profile_steps]
+    timed_s = slowest_s[run.warmup_steps_untimed : len(slowest_s) - run.profile_steps]
     step_s = float(torch.tensor(timed_s, dtype=torch.float64).quantile(0.5))
     tokens_per_s_per_gpu = plan.tokens_per_step / step_s / plan.num_gpus
     stages = [

@@ -13,6 +13,7 @@ from moeplan.executor.checkpoint import Checkpointer
 from moeplan.executor.collectives import all_gather_raw
 from moeplan.executor.data import TokenSource
 from moeplan.executor.dtypes import plan_dtypes
+from moeplan.executor.failure import STOPPED
 from moeplan.executor.measure import PeakBytes, StepTimer, StepTrace, peak_device_bytes
 from moeplan.executor.mesh import Mesh
 from moeplan.executor.micro_batch import MicroBatch, cut_micro_batch
@@ -168,4 +169,4 @@ def _stop(trainer: Trainer, steps: int) -> None:
     if checkpoints is not None:
         checkpoints.wait()
         saved = f"; its state is in {checkpoints.folder}"
-    raise RunFailedError(f"the run was asked to stop after step {steps}/{trainer.run.steps}{saved}", RESUME_HINT)
+    raise RunFailedError(f"the run {STOPPED} after step {steps}/{trainer.run.steps}{saved}", RESUME_HINT)

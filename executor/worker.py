@@ -6,12 +6,14 @@ Exit codes are those of moeplan: 2 for invalid input, 1 for a failed run.
 
 import argparse
 import os
+import signal
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 
 import torch
 import torch.distributed as dist
@@ -40,6 +42,8 @@ _LOST_PEER_WORDS = (
     "nccl communicator was aborted",
 )
 _WATCH_INTERVAL_S = 0.5
+# A rank that is gone leaves the others waiting in a collective; torchrun kills what is left 30 s after its SIGTERM.
+_STOP_PATIENCE_S = 25.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -78,6 +82,10 @@ def run_rank(plan_path: Path, run_path: Path | None, out_path: Path) -> None:
         mesh = build_mesh(plan.folding, rank)
         resident_before_bytes = resident_bytes()
         trainer = Trainer(plan, run, mesh, tokens, device)
+        if run.save_folder:
+            _stop_at_sigterm(trainer)
+        if run.resume:
+            trainer.resume()
         _reset_peak(device)
         record = train(trainer, _report if rank == 0 else _ignore)
         ranks = gather_figures(measure_rank(trainer, record, resident_before_bytes), mesh)
@@ -116,6 +124,18 @@ def _start_processes(device: torch.device) -> None:
         dist.init_process_group("nccl", device_id=device)
     else:
         dist.init_process_group("gloo")
+
+
+def _stop_at_sigterm(trainer: Trainer) -> None:
+    """Let SIGTERM end the run after the step under way, with its state saved; without progress it ends this process."""
+
+    def stop(_number: int, _frame: FrameType | None) -> None:
+        trainer.stop_requested = True
+        timer = threading.Timer(_STOP_PATIENCE_S, os._exit, (1,))
+        timer.daemon = True
+        timer.start()
+
+    signal.signal(signal.SIGTERM, stop)
 
 
 def _reset_peak(device: torch.device) -> None:

@@ -152,6 +152,12 @@ def run(  # noqa: PLR0917 - typer: one parameter per option
     processes: Annotated[
         int | None, typer.Option("--processes", min=1, help="Processes to start; default the plan's number of GPUs.")
     ] = None,
+    save_folder: Annotated[str, typer.Option("--save-folder", help="For checkpoints; the last step is saved.")] = "",
+    save_every: Annotated[int | None, typer.Option("--save-every", min=1, help="Steps between checkpoints.")] = None,
+    save_async: Annotated[bool, typer.Option("--save-async", help="Write checkpoints beside training.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the latest checkpoint of --save-folder, at any folding.")
+    ] = False,
     hardware: Annotated[str, typer.Option("--hardware", help="Predict with this profile instead of the plan's.")] = "",
     out: Annotated[Path, typer.Option("--out", help="Measurement JSON.")] = Path("measurement.json"),
     max_step_error: Annotated[
@@ -168,6 +174,7 @@ def run(  # noqa: PLR0917 - typer: one parameter per option
     from moeplan.cli.run import RunOptions, run_plan
 
     settings = {"steps": steps, "data": data, "data_dtype": data_dtype, "seed": seed, "lr": lr}
+    settings |= {"save_folder": save_folder, "save_every": save_every, "save_async": save_async, "resume": resume}
     tolerances = {"step_s": max_step_error, "peak_memory_bytes": max_memory_error}
     run_plan(plan, RunOptions(settings, tolerances, processes, hardware, out, dry_run, as_json))
 

@@ -1,0 +1,145 @@
+"""Runs that are killed or asked to stop, in training and while saving, and what is left to go on from."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from moeplan.errors import InvalidInputError, RunFailedError
+from moeplan.executor.checkpoint_files import latest_checkpoint, problem_of, read_manifest
+from moeplan.executor.launch import launch
+from moeplan.plan import Plan
+from moeplan.results import Figures
+from tests.executor.cases import GQA_MODEL, tiny_plan
+from tests.executor.test_launch import LAUNCH, ROOT, files
+
+PLAN = tiny_plan(GQA_MODEL, 2, ep=2, precision="fp32")
+OTHER = tiny_plan(GQA_MODEL, 2, pp=2, precision="fp32")
+SAVE_EVERY = 2
+PATIENCE_S = 30
+
+
+def start(paths: tuple[Path, Path, Path]) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-c", LAUNCH, *map(str, paths)],
+        cwd=ROOT,
+        env={**os.environ, "TMPDIR": str(paths[0].parent)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def workers(launcher: "subprocess.Popen[str]") -> dict[int, psutil.Process]:
+    children = psutil.Process(launcher.pid).children(recursive=True)
+    return {int(child.environ()["RANK"]): child for child in children if "RANK" in child.environ()}
+
+
+def read_steps(launcher: "subprocess.Popen[str]", number: int) -> int:
+    """The number of the last step after reading progress up to it."""
+    assert launcher.stderr is not None
+    for line in launcher.stderr:
+        if line.startswith("step "):
+            step = int(line.split()[1].split("/")[0])
+            if step >= number:
+                return step
+    raise AssertionError("the run ended early")
+
+
+def finish(launcher: "subprocess.Popen[str]", children: list[psutil.Process]) -> tuple[str, int]:
+    """The one error line and the last step reported, after checking that nothing is left in time."""
+    begin_s = time.monotonic()
+    _, text = launcher.communicate(timeout=PATIENCE_S)
+    _, alive = psutil.wait_procs(children, timeout=max(0.1, PATIENCE_S - (time.monotonic() - begin_s)))
+    assert not alive, f"left behind: {alive}"
+    lines = text.splitlines()
+    steps = [int(line.split()[1].split("/")[0]) for line in lines if line.startswith("step ")]
+    errors = [line for line in lines if not line.startswith("step ")]
+    assert len(errors) == 1, errors
+    return errors[0], max(steps, default=0)
+
+
+def assert_resumes(folder: Path, plan: Plan, **run: Any) -> int:
+    """The step of the latest checkpoint, after checking all of its files and training from it."""
+    checkpoint = latest_checkpoint(Path(run["save_folder"]))
+    manifest = read_manifest(checkpoint, plan.model)
+    assert [problem_of(checkpoint, name, one) for name, one in manifest.files.items()] == [""] * len(manifest.files)
+    lines: list[str] = []
+    paths = files(folder, plan, **(run | {"steps": manifest.step + 4, "resume": True, **_QUICK}))
+    launch(*paths, 2, lines.append)
+    assert int(lines[0].split()[1].split("/")[0]) == manifest.step + 1
+    figures = Figures.model_validate(json.loads(paths[2].read_text(encoding="utf-8")))
+    assert len(figures.losses) == 4
+    return manifest.step
+
+
+_QUICK = {"warmup_steps_untimed": 1, "profile_steps": 1}
+
+
+def kill_one(folder: Path, seed: int, plan: Plan) -> None:
+    """Kill a random rank at a random time, then go on from what is left."""
+    draw = random.Random(seed)
+    run = {"save_folder": str(folder / "saved"), "save_every": SAVE_EVERY, "save_async": seed % 2 == 0}
+    launcher = start(files(folder, plan, steps=10_000, **run))
+    reported = read_steps(launcher, SAVE_EVERY + 1 + draw.randrange(3))
+    ranks = workers(launcher)
+    children = psutil.Process(launcher.pid).children(recursive=True)
+    victim = draw.randrange(2)
+    time.sleep(draw.random() * 0.3)  # a step and a save are of this order
+    ranks[victim].kill()
+    error, last = finish(launcher, children)
+    assert error.startswith(f"error: rank {victim} was killed by SIGKILL after step ")
+    step = assert_resumes(folder, plan, **run)
+    # The step after the last reported may be done as well; a save under way may be lost.
+    assert max(reported, last) - 2 * SAVE_EVERY <= step <= max(reported, last) + 1
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_killed_rank_costs_the_steps_since_the_last_save(tmp_path: Path, seed: int) -> None:
+    kill_one(tmp_path, seed, OTHER if seed == 2 else PLAN)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3, 20))
+def test_ranks_killed_at_other_times(tmp_path: Path, seed: int) -> None:
+    kill_one(tmp_path, seed, OTHER if seed % 3 == 2 else PLAN)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_ends(tmp_path: Path, number: signal.Signals) -> None:
+    run = {"save_folder": str(tmp_path / "saved")}
+    launcher = start(files(tmp_path, PLAN, steps=10_000, **run))
+    reported = read_steps(launcher, 3)
+    children = psutil.Process(launcher.pid).children(recursive=True)
+    os.kill(launcher.pid, number)
+    error, _ = finish(launcher, children)
+    assert error.startswith(f"error: the run was stopped by {number.name} after step ")
+    assert error.endswith(f"; its state is in {run['save_folder']}")
+    step = assert_resumes(tmp_path, OTHER, **run)
+    assert f" after step {step}/10000;" in error
+    assert step >= reported
+    assert launcher.returncode == RunFailedError.exit_code
+
+
+def test_what_cannot_be_resumed_is_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subprocess, "Popen", lambda *_args, **_kwargs: pytest.fail("a process was started"))
+    with pytest.raises(InvalidInputError, match="resume: got True without save_folder"):
+        launch(*files(tmp_path, PLAN, resume=True), 2)
+    with pytest.raises(InvalidInputError, match="no checkpoint to resume from"):
+        launch(*files(tmp_path, PLAN, resume=True, save_folder=str(tmp_path)), 2)
+
+
+def test_too_few_steps_after_the_checkpoint_are_refused(tmp_path: Path) -> None:
+    run = {"save_folder": str(tmp_path / "saved"), "steps": 6}
+    launch(*files(tmp_path, PLAN, **run), 2, lambda _line: None)
+    with pytest.raises(InvalidInputError, match="steps: got 10, of which 6 are done; allowed: more than 6"):
+        launch(*files(tmp_path, PLAN, **(run | {"steps": 10, "resume": True})), 2)
