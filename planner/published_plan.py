@@ -25,6 +25,8 @@ GRAPH_SCOPES: tuple[str, ...] = get_args(CudaGraphScope)
 RECOMPUTE_MODULES: tuple[str, ...] = get_args(RecomputeModule)
 OFFLOAD_MODULES: tuple[str, ...] = get_args(OffloadModule)
 ROUTINGS = {"": "balanced", "forced-balance": "balanced", "natural": "natural", "token-drop": "drop"}
+# Partial graphs whose scopes a row does not state: what most rows that state them capture.
+PARTIAL_GRAPH = ("attn", "moe_preprocess", "moe_router")
 # torchtitan's selective checkpointing keeps every other GEMM's output; that of the MLP is the nearest module.
 SELECTIVE_CHECKPOINTING = "mlp"
 
@@ -250,8 +252,10 @@ def _overlap_fields(row: PublishedRow, features: Features, model: ModelSpec, siz
 
 
 def _graph(written: str, features: Features) -> tuple[str, ...]:
-    if not written or written == "te":
+    if not written:
         return features.cuda_graph or ()
+    if written == "te":
+        return features.cuda_graph or PARTIAL_GRAPH
     if written == "none":
         return ()
     if written.startswith("full_iteration"):

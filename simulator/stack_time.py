@@ -28,7 +28,7 @@ class StackTime(Record):
     exchange_wait_s: Sourced = Field(description="host-driven exchange: wait for the last rank, per doubling of ranks")
     overlap_frac: Sourced = Field(description="part of an exchange that runs beside compute of the other direction")
     natural_imbalance_frac: Sourced = Field(description="load of the busiest rank over the mean under natural routing")
-    jitter_frac: Sourced = Field(description="slowest GPU over the mean, per doubling of GPUs")
+    jitter_frac: Sourced = Field(description="host-driven runs: slowest rank over the mean, per doubling of GPUs")
     launches_per_op: Sourced = Field(description="eager kernels the host issues per op of the simulator")
     grouped_launches_per_expert: Sourced = Field(description="further ones per local expert of a grouped GEMM")
     quantized_launches_per_expert: Sourced = Field(description="the same in low precision: quantize and swizzle too")

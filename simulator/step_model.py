@@ -160,7 +160,9 @@ class StepModel:
         exposed = counts @ np.array([one.forward.exposed_s + one.backward.exposed_s for one in times])
         savings = np.array([self.saved_s(part, shape, point) for part in parts])
         saved = counts @ savings * self._paired(point)[:, None]
-        slowest = 1 + self.stack.time.jitter_frac.value * log2(point.num_gpus)
+        # Hosts do not run alike; where one graph is the iteration they hardly matter.
+        jitter_frac = 0.0 if shape.is_device_driven else self.stack.time.jitter_frac.value
+        slowest = 1 + jitter_frac * log2(point.num_gpus)
         left = 1 - saved.sum(axis=1) / np.maximum(forward + backward, 1e-12)  # a stage may be empty
         forward, backward = forward * left * slowest, backward * left * slowest
         exposed[:, [DISPATCH, HOST]] -= saved
