@@ -14,9 +14,9 @@ _ID_BYTES = {"uint8": 1, "uint16": 2, "uint32": 4}
 
 # Fields that Megatron executes and the native executor does not.
 _DEFAULT_ONLY = (
-    "ep_overlap", "delay_wgrad", "shared_expert_overlap", "dispatch_sms", "cuda_graph", "fused_grouped_mlp",
-    "permute_fusion", "router_fusion", "fp8_primary_weights", "fp8_attention", "tp_comm_overlap", "offload_layers",
-    "offload_modules", "offload_optimizer_states", "optimizer_cpu_frac",
+    "cp_comm", "cp_a2a_size", "packed_lengths", "ep_overlap", "delay_wgrad", "shared_expert_overlap", "dispatch_sms",
+    "cuda_graph", "fused_grouped_mlp", "permute_fusion", "router_fusion", "fp8_primary_weights", "fp8_attention",
+    "tp_comm_overlap", "offload_layers", "offload_modules", "offload_optimizer_states", "optimizer_cpu_frac",
 )  # fmt: skip
 
 

@@ -4,6 +4,8 @@ Three times forward, causal attention halved, MTP layers and every LM head count
 permutation, recompute and optimizer not (report section 9.2). Two per multiply-add.
 """
 
+from collections.abc import Sequence
+
 from moeplan.model_spec import GqaAttention, LayerKind, MlaAttention, ModelSpec
 
 
@@ -25,28 +27,39 @@ def attention_linear_macs(model: ModelSpec) -> float:
     return hidden * (query_size + 2 * kv_size) + query_size * hidden
 
 
-def mean_keys_per_token(model: ModelSpec, layer: int | None, seq_len: float) -> float:
-    """Keys a token attends to on average: half the sequence (causal), or the mean filled part of the window.
+def mean_keys_per_token(
+    model: ModelSpec, layer: int | None, seq_len: float, packed_lengths: Sequence[float] = ()
+) -> float:
+    """Keys a token attends to on average: half its document (causal), or the mean filled part of the window.
 
-    ``layer`` None is an MTP layer: never windowed.
+    ``layer`` None is an MTP layer: never windowed. A sequence packed with documents counts the sum of their L^2 / 2
+    over the sum of their L (report sections 6 and 9.2); without ``packed_lengths`` it is one document.
     """
+    documents = packed_lengths or (seq_len,)
+    window = _window(model, layer)
+    return sum(length * _mean_keys(length, window) for length in documents) / sum(documents)
+
+
+def _window(model: ModelSpec, layer: int | None) -> int | None:
     attention = model.attention
-    if (
-        isinstance(attention, GqaAttention)
-        and attention.sliding_window
-        and layer is not None
-        and model.is_windowed(layer)
-    ):
-        window = min(attention.sliding_window, seq_len)
-        return window * (1 - window / (2 * seq_len))
-    return seq_len / 2
+    is_windowed = isinstance(attention, GqaAttention) and layer is not None and model.is_windowed(layer)
+    return attention.sliding_window if is_windowed else None
 
 
-def attention_core_macs(model: ModelSpec, layer: int | None, seq_len: float) -> float:
+def _mean_keys(length: float, window: int | None) -> float:
+    if not window:
+        return length / 2
+    seen = min(window, length)
+    return seen * (1 - seen / (2 * length))
+
+
+def attention_core_macs(
+    model: ModelSpec, layer: int | None, seq_len: float, packed_lengths: Sequence[float] = ()
+) -> float:
     """Multiply-adds per token of QK^T and PV of one layer."""
     attention = model.attention
     width = attention.num_heads * (attention.qk_head_dim + attention.v_head_dim)
-    return width * mean_keys_per_token(model, layer, seq_len)
+    return width * mean_keys_per_token(model, layer, seq_len, packed_lengths)
 
 
 def mlp_macs(model: ModelSpec, kind: LayerKind) -> float:
@@ -57,8 +70,8 @@ def mlp_macs(model: ModelSpec, kind: LayerKind) -> float:
     return model.mlp_matrices * model.hidden_size * (moe.top_k * moe.expert_ffn_size + moe.shared_ffn_size)
 
 
-def training_flops_per_token(model: ModelSpec, seq_len: float) -> float:
-    """Model FLOPs of one token in training (forward and backward) at sequence length ``seq_len``.
+def training_flops_per_token(model: ModelSpec, seq_len: float, packed_lengths: Sequence[float] = ()) -> float:
+    """Model FLOPs of one token in training (forward and backward) at sequence length ``seq_len``, perhaps packed.
 
     DeepSeek-V3 at 4096: 260.0e9 with its MTP layer, 249.8e9 without.
     """
@@ -66,6 +79,7 @@ def training_flops_per_token(model: ModelSpec, seq_len: float) -> float:
     layers: list[tuple[LayerKind, int | None]] = [(kind, index) for index, kind in enumerate(model.layer_kinds)]
     layers += [(model.mtp_kind, None)] * depth
     linear = attention_linear_macs(model)
-    macs = sum(linear + attention_core_macs(model, index, seq_len) + mlp_macs(model, kind) for kind, index in layers)
+    cores = {index: attention_core_macs(model, index, seq_len, packed_lengths) for _, index in layers}
+    macs = sum(linear + cores[index] + mlp_macs(model, kind) for kind, index in layers)
     macs += depth * (3 * hidden + 2 * hidden**2) + (1 + depth) * hidden * model.vocab_size
     return 6.0 * macs

@@ -17,6 +17,8 @@ def violations(model: ModelSpec, point: Point) -> Iterator[tuple[str, str]]:
     """Each broken rule as (key, what was got and what is allowed), for degrees that multiply out."""
     yield from _expert_violations(model, point)
     yield from _tensor_violations(model, point)
+    yield from _context_violations(model, point)
+    yield from _packing_violations(point)
     dp, batch = point.dp, point.global_batch_size
     if batch % (point.mbs * dp):
         yield "mbs", f"global batch size {batch} is not a multiple of mbs {point.mbs} x dp {dp}"
@@ -155,3 +157,31 @@ def _tensor_violations(model: ModelSpec, point: Point) -> Iterator[tuple[str, st
         yield "cp", f"sequence length {point.seq_len} is not a multiple of 2 x cp {cp}"
     if point.seq_len % (tp * cp):
         yield "tp", f"sequence length {point.seq_len} is not a multiple of tp {tp} x cp {cp} (sequence parallel)"
+
+
+def _context_violations(model: ModelSpec, point: Point) -> Iterator[tuple[str, str]]:
+    """Kinds of context parallelism (report sections 4.2 and 6): the two sizes of a2a+p2p multiply out to cp."""
+    size, cp, tp, heads = point.cp_a2a_size, point.cp, point.tp, point.cp_head_ranks
+    if point.cp_comm != "a2a+p2p":
+        if size != 1:
+            yield "cp_a2a_size", f"got {size} with cp_comm {point.cp_comm}, allowed: 1, or cp_comm a2a+p2p"
+    elif cp % size or not 1 < size < cp:
+        yield "cp_a2a_size", f"got {size}, allowed under a2a+p2p: a divisor of cp {cp} above 1 and below it"
+    if heads == 1:
+        return
+    attention = model.attention
+    for what, number in (("attention heads", attention.num_heads), ("key-value heads", attention.num_kv_heads)):
+        if number % (tp * heads):
+            yield "cp_comm", f"{point.cp_comm} splits heads: tp {tp} x {heads} does not divide the {number} {what}"
+
+
+def _packing_violations(point: Point) -> Iterator[tuple[str, str]]:
+    """Packed documents fill the sequence, and every cp rank holds two equal chunks of each."""
+    total, pieces = sum(point.packed_lengths), 2 * point.cp if point.cp > 1 else 1
+    if not point.packed_lengths:
+        return
+    if total != point.seq_len:
+        yield "packed_lengths", f"documents of {total} tokens in all, allowed: the sequence length {point.seq_len}"
+    odd = next((length for length in point.packed_lengths if length % pieces), None)
+    if odd is not None:
+        yield "packed_lengths", f"document of {odd} tokens is not a multiple of 2 x cp {point.cp}: pad each to one"

@@ -15,6 +15,7 @@ from moeplan.model_spec import MlaAttention, ModelSpec
 from moeplan.point import Point
 from moeplan.record import Record
 from moeplan.vocabulary import (
+    CpComm,
     CudaGraphScope,
     Dispatcher,
     FlexBackend,
@@ -43,6 +44,11 @@ class Plan(Record):
     mbs: PositiveInt = Field(default=1, description="sequences of one micro-batch")
     tp: PositiveInt = 1
     cp: PositiveInt = 1
+    cp_comm: CpComm = Field(default="p2p", description="how context parallelism brings queries and keys together")
+    cp_a2a_size: PositiveInt = Field(default=1, description="ranks that split heads under a2a+p2p, a divisor of cp")
+    packed_lengths: tuple[PositiveInt, ...] = Field(
+        default=(), description="documents that fill each sequence, none seeing another; empty: one document"
+    )
     sequence_parallel: bool = Field(default=True, description="tp splits norms and residuals by tokens as well")
     pp: PositiveInt = 1
     vp: PositiveInt = 1

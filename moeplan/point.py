@@ -5,6 +5,7 @@ from typing import Any
 
 from moeplan.folding import Folding
 from moeplan.vocabulary import (
+    CpComm,
     CudaGraphScope,
     Dispatcher,
     FlexBackend,
@@ -26,6 +27,9 @@ class Point:
     mbs: int
     tp: int
     cp: int
+    cp_comm: CpComm
+    cp_a2a_size: int
+    packed_lengths: tuple[int, ...]
     pp: int
     vp: int
     etp: int
@@ -70,6 +74,11 @@ class Point:
     @property
     def edp(self) -> int:
         return self.num_gpus // (self.etp * self.ep * self.pp)
+
+    @property
+    def cp_head_ranks(self) -> int:
+        """Ranks of a cp group that split heads rather than the sequence during attention; the ring has cp over it."""
+        return {"a2a": self.cp, "a2a+p2p": self.cp_a2a_size}.get(self.cp_comm, 1)
 
     @property
     def num_micro_batches(self) -> int:

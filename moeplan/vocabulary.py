@@ -7,6 +7,9 @@ PrecisionName = Literal["fp64", "fp32", "bf16", "fp8_delayed", "fp8_current", "f
 RecomputeModule = Literal["core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts", "full"]
 Dispatcher = Literal["alltoall", "flex"]
 FlexBackend = Literal["deepep", "hybridep"]
+# Context parallelism (report section 6): keys and values pass in a ring, are gathered, or heads are split instead of
+# the sequence; a2a+p2p splits heads in neighbouring ranks and passes a ring between those.
+CpComm = Literal["p2p", "all_gather", "a2a", "a2a+p2p"]
 Sharding = Literal["none", "optimizer", "full"]
 CudaGraphScope = Literal["attn", "mlp", "moe_router", "moe_preprocess", "moe", "full_iteration"]
 OffloadModule = Literal[

@@ -62,6 +62,9 @@ def _steps(plan: Plan, profile: HardwareProfile, stack: SoftwareStack) -> Iterat
     fewer, more = [vp for vp in ladder if vp < plan.vp], [vp for vp in ladder if vp > plan.vp]
     for other in (*fewer[-1:], *more[:1]):
         yield f"vp {plan.vp} -> {other}", {"vp": other}
+    for kind in stack.cp_comm if plan.cp > 1 else ():
+        if kind not in (plan.cp_comm, "a2a+p2p"):
+            yield f"cp_comm {plan.cp_comm} -> {kind}", {"cp_comm": kind, "cp_a2a_size": 1, "layout": plan.layout}
     for change, fields in (*_precisions(plan, profile, stack), *_dispatchers(plan, stack)):
         chosen = plan.point.as_dict() | fields
         yield change, fields | stack_features(stack, plan.model, profile, chosen) | {"layout": plan.layout}

@@ -13,7 +13,8 @@ from moeplan.simulator.stack import SoftwareStack
 
 # What --fix and --forbid may name: the axes searched, and further fields that every plan then takes as given.
 PINNABLE = (
-    "tp", "cp", "pp", "vp", "etp", "ep", "mbs", "layout", "precision", "recompute", "dispatcher", "flex_backend",
+    "tp", "cp", "cp_comm", "cp_a2a_size", "packed_lengths", "pp", "vp", "etp", "ep", "mbs", "layout", "precision",
+    "recompute", "dispatcher", "flex_backend",
     "memory_efficient_permutation", "sharding", "grad_dtype", "moment_dtype", "micro_batch_group_size",
     "overlap_grad_reduce", "overlap_param_gather", "ep_overlap", "delay_wgrad", "shared_expert_overlap",
     "dispatch_sms", "routing", "cuda_graph", "fused_grouped_mlp", "permute_fusion", "router_fusion",
@@ -75,8 +76,9 @@ def parse_forbidden(text: str, flag: str) -> dict[str, tuple[Any, ...]]:
 
 def _parse_value(key: str, written: str, flag: str) -> Any:
     value: Any = written
-    if key in ("recompute", "cuda_graph", "offload_modules"):
-        value = tuple(sorted(part for part in written.split("+") if part != "none"))
+    if key in ("recompute", "cuda_graph", "offload_modules", "packed_lengths"):
+        parts = [part for part in written.split("+") if part != "none"]
+        value = tuple(parts if key == "packed_lengths" else sorted(parts))
     info = Plan.model_fields[key]
     try:
         return TypeAdapter(info.rebuild_annotation()).validate_python(value)

@@ -1,10 +1,10 @@
 """Forward ops of the attention block: grouped-query and multi-head latent attention.
 
-Projections see the tokens of the tensor-parallel group and split their width; norms and residuals see a rank's own
-tokens (Megatron's sequence parallelism). Context parallelism splits the sequence; keys and values pass in a ring.
+Projections see the tokens of the tensor-parallel group and split their width; norms and residuals see a rank's X
 """
 
 from dataclasses import replace
+from typing import Literal
 
 from moeplan.flops import mean_keys_per_token
 from moeplan.model_spec import GqaAttention, MlaAttention
@@ -24,14 +24,10 @@ def attention_ops(build: LayerBuilder, layer: int) -> list[Op]:
         *project(build),
         *_attention_core(build, layer),
         *build.quantize("out_proj.quantize", tokens * width, "elementwise", "before", "attention"),
-        build.gemm("out_proj", (tokens, hidden, width), after=_core_names(build)),
+        build.gemm("out_proj", (tokens, hidden, width)),
         *build.tp_collective("reduce_scatter", "attention_reduce_scatter", hidden),
         build.memory("attention_residual", 3 * shape.own_tokens * hidden, 1 / 3),
     ]
-
-
-def _core_names(build: LayerBuilder) -> tuple[str, ...] | None:
-    return ("attention_core", "cp_exchange") if build.shape.cp > 1 else None
 
 
 def _gqa_projections(build: LayerBuilder) -> list[Op]:
@@ -77,23 +73,37 @@ def _mla_projections(build: LayerBuilder) -> list[Op]:
 
 
 def _attention_core(build: LayerBuilder, layer: int) -> list[Op]:
-    """QK, softmax, PV; with cp a ring passes keys and values meanwhile (report section 6)."""
+    """QK, softmax, PV, with what brings queries and keys of different cp ranks together (report section 6)."""
+    shape, core = build.shape, attention_core(build, layer)
+    if shape.cp == 1:
+        return [core]
+    if shape.cp_comm == "all_gather":
+        return [_gather_keys(build), core]
+    if shape.cp_comm == "p2p":
+        return _ring(build, core, "rope")
+    inside = [core] if shape.cp_comm == "a2a" else _ring(build, core, "cp_split_heads")
+    return [_split_heads(build, "cp_split_heads"), *inside, _split_heads(build, "cp_join_heads")]
+
+
+def attention_core(build: LayerBuilder, layer: int) -> Op:
+    """The arithmetic of attention on one rank: tokens of its ranks that split heads, with its share of their heads."""
     model, shape = build.model, build.shape
     attention, tokens = model.attention, shape.gathered_tokens
     heads, qk, v = attention.num_heads / shape.tp, attention.qk_head_dim, attention.v_head_dim
-    keys = mean_keys_per_token(model, layer, shape.seq_len)
-    kv_heads = attention.num_kv_heads / shape.tp
+    keys = mean_keys_per_token(model, layer, shape.seq_len, shape.packed_lengths)
+    kv_heads = attention.num_kv_heads / shape.tp * (shape.cp if shape.cp_comm == "all_gather" else 1)
     moved = tokens * (heads * (qk + v) + kv_heads * (qk + v)) * shape.element_bytes
-    core = Op(
+    ring = 1 if shape.cp_comm == "all_gather" else shape.cp // shape.cp_head_ranks
+    return Op(
         name="attention_core",
         kind="attention",
         family="attention",
         dtype=shape.format.gemm_dtype if shape.fp8_attention else shape.plain_dtype,
-        rows=tokens,
-        cols=heads,
+        rows=tokens * shape.cp_head_ranks,
+        cols=heads / shape.cp_head_ranks,
         # The curves are by sequence length: a window of keys costs as a sequence of twice the mean keys seen, and
         # each ring step of cp works on its own part of the sequence.
-        seq_len=2 * keys / shape.cp,
+        seq_len=2 * keys / ring,
         qk_head_dim=qk,
         v_head_dim=v,
         flops=2 * tokens * heads * (qk + v) * keys,
@@ -101,18 +111,79 @@ def _attention_core(build: LayerBuilder, layer: int) -> list[Op]:
         backward_hbm_bytes=2 * moved,
         modules=frozenset(("core_attn",)),
     )
-    if shape.cp == 1:
-        return [core]
-    steps = shape.cp - 1
-    ring = Op(
+
+
+def _keys_bytes(build: LayerBuilder) -> float:
+    """Keys and values of one rank's part of the sequence; latent attention expands them to all heads."""
+    attention, shape = build.model.attention, build.shape
+    width = attention.num_kv_heads / shape.tp * (attention.qk_head_dim + attention.v_head_dim)
+    return shape.gathered_tokens * width * shape.element_bytes
+
+
+def key_ring(build: LayerBuilder, after: str) -> Op:
+    """Keys and values of the other ranks of a ring, one message a step; backward carries their gradients too."""
+    steps = build.shape.cp // build.shape.cp_head_ranks - 1
+    return Op(
         name="cp_exchange",
         kind="send_recv",
         family="cp_comm",
         stream="cp",
-        comm_bytes=steps * tokens * kv_heads * (qk + v) * shape.element_bytes,
-        group=shape.cp_group,
+        comm_bytes=steps * _keys_bytes(build),
+        group=build.shape.cp_ring_group,
         num_kernels=steps,
-        after=("rope",),
+        num_messages=steps,
+        after=(after,),
     )
-    # The core starts with the keys it has, and the output projection waits for both.
-    return [ring, replace(core, after=("rope",)) if build.stack.time.hides_cp else core]
+
+
+def _ring(build: LayerBuilder, core: Op, before: str) -> list[Op]:
+    """Each step computes with the keys it has while the next ones come: all steps but the last run beside the ring.
+
+    Two chunks of the sequence a rank, one from either end, make the steps equal: (r - 1) max(step, message) + step.
+    """
+    exchange = key_ring(build, before)
+    if not build.stack.time.hides_cp:
+        return [exchange, core]
+    ranks = build.shape.cp // build.shape.cp_head_ranks
+    first = _part(core, (ranks - 1) / ranks, name=core.name, after=(before,))
+    last = _part(core, 1 / ranks, name="attention_core_last", after=(core.name, exchange.name))
+    return [exchange, first, replace(last, num_kernels=0)]  # their kernels count once
+
+
+def _part(core: Op, part: float, *, name: str, after: tuple[str, ...]) -> Op:
+    return replace(
+        core,
+        name=name,
+        flops=core.flops * part,
+        hbm_bytes=core.hbm_bytes * part,
+        backward_hbm_bytes=core.backward_hbm_bytes * part,
+        after=after,
+    )
+
+
+def _gather_keys(build: LayerBuilder) -> Op:
+    """All keys and values of the sequence before attention, again before its backward, whose gradients are summed."""
+    return Op(
+        name="cp_gather",
+        kind="all_gather",
+        family="cp_comm",
+        stream="cp",
+        comm_bytes=build.shape.cp * _keys_bytes(build),
+        group=build.shape.cp_ring_group,
+        repeats=True,
+    )
+
+
+def _split_heads(build: LayerBuilder, name: Literal["cp_split_heads", "cp_join_heads"]) -> Op:
+    """All-to-all of queries, keys and values from a part of the sequence to a part of the heads; or the output back."""
+    attention, shape = build.model.attention, build.shape
+    query = attention.num_heads / shape.tp * shape.gathered_tokens * shape.element_bytes
+    is_back = name == "cp_join_heads"
+    return Op(
+        name=name,
+        kind="all_to_all",
+        family="cp_comm",
+        stream="cp",
+        comm_bytes=query * attention.v_head_dim if is_back else query * attention.qk_head_dim + _keys_bytes(build),
+        group=shape.cp_heads_group,
+    )

@@ -47,6 +47,8 @@ def backward_ops(ops: Sequence[Op], shape: OpShape, stack: StackTime) -> list[Op
 
 
 def _is_recomputed(op: Op, shape: OpShape) -> bool:
+    if op.repeats:
+        return True
     if "full" in shape.recompute:
         return op.scope != "outside"  # embedding, head and loss are never recomputed
     return not op.modules.isdisjoint(shape.recompute)
@@ -68,7 +70,7 @@ def _backward(op: Op, after: tuple[str, ...], shape: OpShape, stack: StackTime) 
             return [replace(op, name=name, phase="dgrad", kind="all_gather", after=after)]
         case "send_recv":  # keys and values pass again, with their gradients
             return [replace(op, name=name, phase="dgrad", comm_bytes=2 * op.comm_bytes, after=after)]
-        case "exchange" | "all_reduce":
+        case "exchange" | "all_reduce" | "all_to_all":
             return [replace(op, name=name, phase="dgrad", after=after)]
 
 

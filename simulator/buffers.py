@@ -46,7 +46,9 @@ def buffer_bytes(
     head = element_bytes * -(-model.vocab_size // point.tp) * model.hidden_size if loss_bytes else 0.0
     placeholders, largest = _weight_gradient_elements(model, kinds, point.tp, point.etp, point.ep)
     rows = 2 * sizes.top_k * sizes.hidden * token_bytes if "moe" in kinds and point.ep * point.etp > 1 else 0.0
-    working = max((_gradient_elements(sizes, kind) for kind in kinds), default=0) * token_bytes
+    # Gathered keys and values of all ranks, and their gradients before they are summed.
+    num_keys = 2 * point.cp if point.cp_comm == "all_gather" and point.cp > 1 else 1
+    working = max((_gradient_elements(sizes, kind, num_keys) for kind in kinds), default=0) * token_bytes
     remade = max((kept_bytes(model, kind, point, stack).remade_bytes for kind in kinds), default=0.0)
     gathered = _gathered_bytes(model, point, stack, kinds)
     at_loss = loss_bytes
@@ -113,12 +115,13 @@ def _weight_gradient_elements(
     return sum(one_expert.values()), largest
 
 
-def _gradient_elements(sizes: Sizes, kind: LayerKind) -> float:
+def _gradient_elements(sizes: Sizes, kind: LayerKind, num_keys: int) -> float:
     """Per token, input and output gradients of the operation of a layer with the largest ones.
 
-    Attention: of query, key, value, output and kept scores. MLP: of the first matrix, or of the activation.
+    Attention: of query, key, value (``num_keys`` times a rank's own), output and kept scores. MLP:
+    of the first matrix, or of the activation.
     """
-    attention = sizes.query + sizes.key + sizes.value + sizes.attended + sizes.scores
+    attention = sizes.query + num_keys * (sizes.key + sizes.value) + sizes.attended + sizes.scores
     if kind == "dense":
         first, hidden, rows = sizes.dense, sizes.hidden, 1
     else:

@@ -39,7 +39,9 @@ def collective_cost(kind: CollectiveKind, message_bytes: float, group: Placement
     if inside > 1:
         costs.append(tier_cost(kind, "scale_up", message_bytes, inside, profile))
     if domains > 1:
-        costs.append(tier_cost(kind, "network", message_bytes / inside, domains, profile))
+        # In an all-to-all every rank has data of its own for each other domain.
+        crossing = message_bytes if kind == "all_to_all" else message_bytes / inside
+        costs.append(tier_cost(kind, "network", crossing, domains, profile))
     return max(costs, key=lambda cost: cost.seconds)
 
 

@@ -6,6 +6,7 @@ work never takes less time, because every curve is monotone.
 
 from collections.abc import Callable
 from dataclasses import replace
+from math import ceil
 
 from moeplan.hwprofiles.schema import AttentionCurve, DispatchRate, HardwareProfile, Tier
 from moeplan.simulator.collectives import NO_COST, UNMEASURED_LINK_FRAC, collective_cost
@@ -14,6 +15,8 @@ from moeplan.simulator.op import Bound, Cost, Op, OpKind
 
 # H200 from 2k to 4k 534 to 616, GB200 from 4k to 8k 1319 to 1559 TFLOP/s (hardware facts section 5).
 SHORT_SEQUENCE_EXPONENT = 0.22
+# Side of the output tile of the largest kernels, two SMs of Blackwell together.
+TILE = 256
 CostFunction = Callable[[Op, HardwareProfile], Cost]
 # Attention core without a curve: rate of GEMMs times this (H200 cuDNN 612 of 780 forward, hardware facts section 5).
 ATTENTION_OVER_GEMM_FRAC = 0.7
@@ -26,15 +29,27 @@ def cost(op: Op, profile: HardwareProfile) -> Cost:
 
 def _gemm(op: Op, profile: HardwareProfile) -> Cost:
     rate = dense_rate(profile, op.dtype)
-    seconds = rate.seconds(op.rows, op.cols, op.inner) * op.num_groups / op.rate_frac
+    rows, cols, inner = _tiled(op, profile)
+    seconds = rate.seconds(rows, cols, inner) * op.num_groups / op.rate_frac
     return _roofline(op, profile, Cost(seconds, "compute", rate.source, rate.error_frac, rate.note))
 
 
 def _grouped_gemm(op: Op, profile: HardwareProfile) -> Cost:
     seconds, rate = grouped_seconds(
-        profile, op.dtype, op.backend, (op.rows, op.cols, op.inner), op.num_groups, rate_frac=op.rate_frac
+        profile, op.dtype, op.backend, _tiled(op, profile), op.num_groups, rate_frac=op.rate_frac
     )
     return _roofline(op, profile, Cost(seconds, "compute", rate.source, rate.error_frac, rate.note))
+
+
+def _tiled(op: Op, profile: HardwareProfile) -> tuple[float, float, float]:
+    """Rows, columns and inner dimension of a GEMM, its output in whole tiles on a GPU: 2880 columns take 3072."""
+    if profile.device != "cuda":
+        return op.rows, op.cols, op.inner
+
+    def padded(size: float) -> float:
+        return ceil(size / TILE) * TILE if size > TILE else size
+
+    return padded(op.rows), padded(op.cols), op.inner
 
 
 def _roofline(op: Op, profile: HardwareProfile, compute: Cost) -> Cost:
@@ -136,8 +151,9 @@ def dispatch_rate(profile: HardwareProfile, backend: str, tier: Tier) -> Dispatc
 
 
 def _collective(op: Op, profile: HardwareProfile) -> Cost:
-    assert op.kind in ("all_gather", "reduce_scatter", "all_reduce", "send_recv")
-    return collective_cost(op.kind, op.comm_bytes, op.group, profile)
+    assert op.kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send_recv")
+    one = collective_cost(op.kind, op.comm_bytes / op.num_messages, op.group, profile)
+    return replace(one, seconds=one.seconds * op.num_messages)
 
 
 COSTS: dict[OpKind, CostFunction] = {
@@ -150,5 +166,6 @@ COSTS: dict[OpKind, CostFunction] = {
     "all_gather": _collective,
     "reduce_scatter": _collective,
     "all_reduce": _collective,
+    "all_to_all": _collective,
     "send_recv": _collective,
 }

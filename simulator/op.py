@@ -19,6 +19,7 @@ OpKind = Literal[
     "all_gather",
     "reduce_scatter",
     "all_reduce",
+    "all_to_all",
     "send_recv",
 ]
 OP_KINDS: tuple[OpKind, ...] = get_args(OpKind)
@@ -54,7 +55,8 @@ class Op:
     experts), at ``rate_frac`` of the machine's dense rate (grouped_gemm: where it has no curve of ``backend``).
     attention: ``rows`` tokens x ``cols`` heads against ``seq_len`` keys, causal. memory, gather: ``hbm_bytes`` moved.
     ``epilogue_hbm_bytes``: moved after the products of a GEMM are done.
-    Collectives: ``comm_bytes`` in the convention of CollectiveCurve. exchange: ``comm_bytes`` to other ranks inside
+    Collectives: ``comm_bytes`` in the convention of CollectiveCurve, in ``num_messages`` equal ones, one after another.
+    ``repeats``: not kept, so backward does it again first. exchange: ``comm_bytes`` to other ranks inside
     the scale-up domain, ``network_bytes`` to other domains; ``wait_s`` until all its ranks have come.
     """
 
@@ -84,6 +86,8 @@ class Op:
     rate_frac: float = 1.0
     group: Placement = ALONE
     num_kernels: float = 1.0
+    num_messages: int = 1
+    repeats: bool = False
     modules: frozenset[RecomputeModule] = field(default_factory=frozenset)
     after: tuple[str, ...] | None = None
     """Names of the ops it waits for; None: the one before it in program order."""

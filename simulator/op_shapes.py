@@ -11,7 +11,7 @@ from moeplan.simulator.op import Placement
 from moeplan.simulator.rank_groups import rank_groups
 from moeplan.simulator.stack import SoftwareStack
 from moeplan.units import DTYPE_BYTES
-from moeplan.vocabulary import PRECISIONS, CudaGraphScope, Precision, PrecisionName, RecomputeModule, Routing
+from moeplan.vocabulary import PRECISIONS, CpComm, CudaGraphScope, Precision, PrecisionName, RecomputeModule, Routing
 
 PartKind = Literal[LayerKind, "embedding", "mtp", "loss"]
 
@@ -32,6 +32,9 @@ class OpShape:
     seq_len: int
     tp: int
     cp: int
+    cp_comm: CpComm
+    cp_head_ranks: int
+    packed_lengths: tuple[int, ...]
     etp: int
     ep: int
     precision: PrecisionName
@@ -48,7 +51,8 @@ class OpShape:
     fp8_attention: bool
     tp_comm_overlap: bool
     tp_group: Placement
-    cp_group: Placement
+    cp_heads_group: Placement
+    cp_ring_group: Placement
     ep_group: Placement
     etp_group: Placement
 
@@ -61,6 +65,9 @@ class OpShape:
             seq_len=point.seq_len,
             tp=point.tp,
             cp=point.cp,
+            cp_comm=point.cp_comm,
+            cp_head_ranks=point.cp_head_ranks,
+            packed_lengths=point.packed_lengths,
             etp=point.etp,
             ep=point.ep,
             precision=point.precision,
@@ -77,7 +84,8 @@ class OpShape:
             fp8_attention=point.fp8_attention,
             tp_comm_overlap=point.tp_comm_overlap,
             tp_group=groups.tp,
-            cp_group=groups.cp,
+            cp_heads_group=groups.cp_heads,
+            cp_ring_group=groups.cp_ring,
             ep_group=groups.ep,
             etp_group=groups.etp,
         )

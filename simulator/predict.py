@@ -30,6 +30,7 @@ def predict(plan: Plan, profile: HardwareProfile, stack: SoftwareStack) -> Figur
     time = model.step_times([plan.point])[0]
     trust = doubt(model, plan.point)
     memory = memory_by_rank(plan.model, plan.point, stack, profile)
+    flops_per_token = training_flops_per_token(plan.model, plan.seq_len, plan.packed_lengths)
     tokens_per_s_per_gpu = plan.tokens_per_step / time.step_s / plan.num_gpus
     return Figures(
         kind="prediction",
@@ -38,7 +39,7 @@ def predict(plan: Plan, profile: HardwareProfile, stack: SoftwareStack) -> Figur
         hardware=profile.name,
         step_s=time.step_s,
         tokens_per_s_per_gpu=tokens_per_s_per_gpu,
-        model_tflops_per_gpu=tokens_per_s_per_gpu * training_flops_per_token(plan.model, plan.seq_len) / 1e12,
+        model_tflops_per_gpu=tokens_per_s_per_gpu * flops_per_token / 1e12,
         peak_memory_bytes=max(sum(column) for column in zip(*memory.values(), strict=True)),
         memory_bytes=memory,
         time_s={

@@ -16,10 +16,15 @@ from moeplan.simulator.op import ALONE, Placement
 
 @dataclass(frozen=True, slots=True)
 class RankGroups:
-    """Placement of every group a step communicates over; ``pp`` is a pair of neighbouring stages."""
+    """Placement of every group a step communicates over; ``pp`` is a pair of neighbouring stages.
+
+    ``cp_heads``: ranks of a cp group that split heads, neighbours; ``cp_ring``: those that pass keys and values on.
+    """
 
     tp: Placement
     cp: Placement
+    cp_heads: Placement
+    cp_ring: Placement
     dp_cp: Placement
     etp: Placement
     ep: Placement
@@ -55,6 +60,8 @@ def rank_groups(point: Point, profile: HardwareProfile) -> RankGroups:
     return RankGroups(
         tp=place(point.tp, 1),
         cp=place(point.cp, point.tp),
+        cp_heads=place(point.cp_head_ranks, point.tp),
+        cp_ring=place(point.cp // point.cp_head_ranks, point.tp * point.cp_head_ranks),
         dp_cp=place(stage // point.tp, point.tp),
         etp=place(point.etp, 1),
         ep=place(point.ep, point.etp),

@@ -14,7 +14,7 @@ from moeplan.point import Point
 from moeplan.record import Record
 from moeplan.simulator.stack_defaults import DefaultRule, Features, Setting, features
 from moeplan.simulator.stack_time import StackTime
-from moeplan.vocabulary import PrecisionName, RecomputeModule
+from moeplan.vocabulary import CpComm, PrecisionName, RecomputeModule
 
 STACK_FOLDER = Path(__file__).parent / "stacks"
 
@@ -70,6 +70,7 @@ class SoftwareStack(Record):
     max_pp: PositiveInt | None = None
     max_vp: PositiveInt | None = None
     max_cp: PositiveInt | None = None
+    cp_comm: tuple[CpComm, ...] = Field(default=get_args(CpComm), description="kinds of context parallelism it runs")
     grouped_gemm_backend: str = Field(description="name of the grouped GEMM curves of a hardware profile to use")
 
     # What it keeps in memory
@@ -140,6 +141,8 @@ class SoftwareStack(Record):
             degree: int = getattr(point, axis)
             if limit is not None and degree > limit:
                 yield axis, f"{stack} runs at most {axis} {limit}, got {degree}"
+        if point.cp > 1 and point.cp_comm not in self.cp_comm:
+            yield "cp_comm", f"{stack} runs {', '.join(self.cp_comm)}, got {point.cp_comm}"
         if model.moe is None:
             return
         if self.ep_covers_tp and point.ep < point.tp:
