@@ -4,7 +4,6 @@ Shapes: L tokens of this rank, T = B * S tokens of the tp group (S of each of B 
 context parallelism a part of each), H hidden, N heads of this rank, D width of a head.
 """
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
@@ -14,7 +13,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from moeplan.executor.collectives import gather_rows
-from moeplan.executor.context import GatheredAttention, own_positions
+from moeplan.executor.context import Core, context_attention, own_positions
 from moeplan.executor.linear import column_linear, local_linear, row_linear
 from moeplan.executor.mesh import Mesh
 from moeplan.executor.parameters import ParameterTable, residual_std, split_piece
@@ -25,7 +24,6 @@ from moeplan.kernels.rotary import apply_rotary, rotary_tables
 from moeplan.model_spec import GqaAttention, MlaAttention
 from moeplan.plan import Plan
 
-Core = Callable[[Tensor, Tensor, Tensor], Tensor]
 # One H200, 4 x 4096, 32 heads of 128: cuDNN 548 TFLOP/s forward and 453 backward, torch's flash attention 321 and 250.
 # Flash takes what cuDNN refuses (masks of a window among them), and the last two take anything.
 BACKENDS = (
@@ -78,11 +76,10 @@ class _AttentionBase(nn.Module):
         dtype = torch.promote_types(table.dtype, torch.float32)
         self.rotary = rotary_tables(positions, rotary_width, model.rope_theta, dtype)
         window = attention.sliding_window if model.is_windowed(layer) else None
+        mask_SS = window_mask(plan.seq_len, window, table.device) if window else None
+        self.attend: Core = partial(core_attention, mask_SS=mask_SS)
         if mesh.cp.size > 1:
-            self.attend: Core = GatheredAttention(plan.seq_len, window, mesh.cp, table.device)
-        else:
-            mask_SS = window_mask(plan.seq_len, window, table.device) if window else None
-            self.attend = partial(core_attention, mask_SS=mask_SS)
+            self.attend = context_attention(plan, window, self.attend, mesh.cp, table.device)
         in_width = attention.num_heads * attention.v_head_dim
         shape = (model.hidden_size, in_width)
         name, std = f"layers.{layer}.attention.output", residual_std(model.num_layers)

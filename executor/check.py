@@ -1,15 +1,12 @@
 """What the executor cannot run, said before anything starts. Imports no torch, so that planning can ask too."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 from moeplan.errors import InvalidInputError
+from moeplan.executor.token_file import check_length, token_file
 from moeplan.model_spec import GqaAttention, ModelSpec
 from moeplan.plan import Plan
 from moeplan.run_config import RunConfig
-
-# Bytes a token id takes in a flat file.
-_ID_BYTES = {"uint8": 1, "uint16": 2, "uint32": 4}
 
 
 # Fields that Megatron executes and the native executor does not.
@@ -27,6 +24,10 @@ def check_supported(plan: Plan) -> None:
 
 
 def _plan_limits(plan: Plan) -> Iterator[tuple[str, object, str, str]]:
+    if plan.cp > 1 and plan.cp_comm == "a2a+p2p":
+        yield "cp_comm", plan.cp_comm, "p2p, all_gather and a2a", "use p2p, or a2a where cp divides the heads"
+    if plan.packed_lengths:
+        yield "packed_lengths", plan.packed_lengths, "one document a sequence", "leave packed_lengths out"
     if plan.precision not in ("fp64", "fp32", "bf16"):
         yield "precision", plan.precision, "fp64, fp32 and bf16", "use bf16 on a GPU or fp32 on a CPU"
     if plan.precision != "fp64" and plan.moment_dtype != "fp32":
@@ -96,19 +97,6 @@ def check_world(plan: Plan, num_processes: int) -> None:
 
 def check_data_file(run: RunConfig, seq_len: int) -> None:
     """Raise InvalidInputError where the run's token file is missing, broken off or shorter than one sequence."""
-    if not run.data:
-        return
-    path, width_bytes = Path(run.data), _ID_BYTES[run.data_dtype]
-    if not path.is_file():
-        raise InvalidInputError(f"data: file not found: {path}", "give a flat file of token ids, or leave data out")
-    size_bytes = path.stat().st_size
-    if size_bytes % width_bytes:
-        raise InvalidInputError(
-            f"data {path}: {size_bytes} bytes, allowed: a multiple of {width_bytes} for ids of {run.data_dtype}",
-            "check data_dtype, and that the file was written to its end",
-        )
-    if size_bytes // width_bytes <= seq_len:
-        raise InvalidInputError(
-            f"data {path}: {size_bytes // width_bytes} tokens, allowed: at least seq_len + 1 = {seq_len + 1}",
-            "give more data, or a shorter sequence",
-        )
+    if run.data:
+        found = token_file(run.data, run.data_dtype)
+        check_length(str(found.path), found.num_tokens, run, seq_len)

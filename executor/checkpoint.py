@@ -29,6 +29,7 @@ from moeplan.executor.checkpoint_files import (
     saving_place,
     sum_file,
 )
+from moeplan.executor.failure import is_lost_peer
 from moeplan.executor.flat_buffer import Span
 from moeplan.executor.mesh import Mesh
 from moeplan.executor.model import Transformer
@@ -82,11 +83,16 @@ class Checkpointer:
             self.wait()
 
     def wait(self) -> None:
-        """Until the checkpoint that is being written is whole. Raises what its thread met."""
+        """Until the checkpoint that is being written is whole. Raises RunFailedError where it cannot be written.
+
+        Where another rank ended meanwhile, what torch says of that is raised as it is: that rank has the reason.
+        """
         if self._thread is not None:
             self._thread.join()
             self._thread = None
         error, self._error = self._error, None
+        if error is not None and is_lost_peer(error):
+            raise error
         if error is not None:
             raise RunFailedError(
                 f"save_folder {self.folder}: the checkpoint cannot be written: {_first_line(error)}",

@@ -99,20 +99,24 @@ def exchange_raw(x: Tensor, send: Sequence[int], receive: Sequence[int], group: 
 
 class _ExchangeRows(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Tensor:
-        ctx.routes = (receive, send, group)
-        with scope("dispatch"):
+    def forward(  # noqa: PLR0917 - autograd passes by position
+        ctx: Any, x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group, family: OpFamily
+    ) -> Tensor:
+        ctx.routes, ctx.family = (receive, send, group), family
+        with scope(family):
             return exchange_raw(x, send, receive, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        with scope("dispatch"):
-            return exchange_raw(grads[0], *ctx.routes), None, None, None
+        with scope(ctx.family):
+            return exchange_raw(grads[0], *ctx.routes), None, None, None, None
 
 
-def exchange_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Tensor:
+def exchange_rows(
+    x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group, family: OpFamily = "dispatch"
+) -> Tensor:
     """As :func:`exchange_raw`, with a gradient that goes back the same way."""
-    return x if group.size == 1 else cast("Tensor", _ExchangeRows.apply(x, send, receive, group))
+    return x if group.size == 1 else cast("Tensor", _ExchangeRows.apply(x, send, receive, group, family))
 
 
 def _pad_rows(x: Tensor, rows: int) -> Tensor:

@@ -6,14 +6,20 @@ has the same work (report section 6). Only attention looks beyond its own token.
 Shapes: B sequences of S positions, C = S / cp of them on this rank, N heads and M key-value heads, D width of a head.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 
-from moeplan.executor.collectives import gather_rows
+from moeplan.executor.collectives import exchange_rows, gather_rows
 from moeplan.executor.mesh import Group
+from moeplan.executor.ring import RingAttention
 from moeplan.executor.scopes import scope
+from moeplan.plan import Plan
+
+Core = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def own_positions(seq_len: int, group: Group, device: torch.device) -> Tensor:
@@ -66,10 +72,50 @@ class GatheredAttention:
             distance = queries[:, None] - torch.arange(start, end, device=q_BNcD.device)
             mask = (distance >= 0) & (distance < self.window)
         with scope("attention"):
-            return F.scaled_dot_product_attention(
+            out_BNcD: Tensor = F.scaled_dot_product_attention(
                 q_BNcD,
                 k_BMSD[:, :, start:end],
                 v_BMSD[:, :, start:end],
                 attn_mask=mask,
                 enable_gqa=q_BNcD.shape[1] != k_BMSD.shape[1],
             )
+        return out_BNcD
+
+
+class HeadSplitAttention:
+    """Each rank brings its tokens' queries, keys and values of all heads, and attends for a part of them to all tokens.
+
+    ``core`` is attention over whole sequences.
+    """
+
+    def __init__(self, seq_len: int, core: Core, group: Group, device: torch.device) -> None:
+        self.core, self.group = core, group
+        self.order = gathered_order(seq_len, group, device)
+        self.inverse = self.order.argsort()
+
+    def __call__(self, q_BCND: Tensor, k_BCMD: Tensor, v_BCMD: Tensor) -> Tensor:
+        """out_BCND."""
+        out_BSnD = self.core(*(self._whole(x) for x in (q_BCND, k_BCMD, v_BCMD)))
+        rows = self._exchanged(out_BSnD.transpose(0, 1)[self.inverse])
+        return rows.unflatten(0, (self.group.size, -1)).permute(2, 1, 0, 3, 4).flatten(2, 3)
+
+    def _whole(self, x_BCND: Tensor) -> Tensor:
+        """This rank's heads of all positions, in order."""
+        rows = x_BCND.unflatten(2, (self.group.size, -1)).permute(2, 1, 0, 3, 4).flatten(0, 1)
+        return self._exchanged(rows)[self.order].transpose(0, 1)
+
+    def _exchanged(self, rows: Tensor) -> Tensor:
+        equal = [rows.shape[0] // self.group.size] * self.group.size
+        return exchange_rows(rows, equal, equal, self.group, "cp_comm")
+
+
+def context_attention(plan: Plan, window: int | None, core: Core, group: Group, device: torch.device) -> Core:
+    """How a layer attends across ranks, by the plan's ``cp_comm``; ``core`` is attention over whole sequences.
+
+    Layers with a window gather under ``p2p`` as well: a window ends inside a block of the ring.
+    """
+    if plan.cp_comm == "a2a":
+        return HeadSplitAttention(plan.seq_len, core, group, device)
+    if plan.cp_comm == "p2p" and window is None:
+        return RingAttention(group)
+    return GatheredAttention(plan.seq_len, window, group, device)

@@ -14,6 +14,18 @@ LAUNCHER_VARIABLE = "MOEPLAN_LAUNCHER_PID"
 # How a rank says that a signal ended it in good order; the launcher knows which one.
 STOPPED = "was asked to stop"
 
+# What gloo, nccl and the store say when another rank has ended.
+_LOST_PEER_WORDS = (
+    "connection closed by peer",
+    "connection reset",
+    "broken pipe",
+    "connection refused",
+    "socket closed",
+    "remote process exited",
+    "failed to recv",
+    "nccl communicator was aborted",
+)
+
 # Known: a message for the user. Unexpected: our fault. Lost peer: another rank ended first, so its reason counts.
 FailureKind = Literal["known", "unexpected", "lost_peer"]
 
@@ -38,6 +50,11 @@ def write_failure(failure: Failure) -> bool:
         return False
     write_text_atomically(Path(folder) / f"rank{failure.rank}.json", json.dumps(asdict(failure)))
     return True
+
+
+def is_lost_peer(error: Exception) -> bool:
+    """Whether an error only tells that another rank has ended."""
+    return any(word in str(error).lower() for word in _LOST_PEER_WORDS)
 
 
 def read_failures(folder: Path) -> list[Failure]:

@@ -21,7 +21,15 @@ import torch.distributed as dist
 from moeplan.errors import InvalidInputError, MoeplanError
 from moeplan.executor.check import check_run, check_supported, check_world
 from moeplan.executor.data import open_tokens
-from moeplan.executor.failure import LAUNCHER_VARIABLE, Failure, FailureKind, now_s, write_failure, write_process_id
+from moeplan.executor.failure import (
+    LAUNCHER_VARIABLE,
+    Failure,
+    FailureKind,
+    is_lost_peer,
+    now_s,
+    write_failure,
+    write_process_id,
+)
 from moeplan.executor.measure import reset_peak_resident, resident_bytes
 from moeplan.executor.measurement import gather_figures, make_figures, measure_rank
 from moeplan.executor.mesh import build_mesh
@@ -30,17 +38,6 @@ from moeplan.files import read_toml, validate, write_text_atomically
 from moeplan.plan import Plan
 from moeplan.run_config import RunConfig
 
-# What gloo, nccl and the store say when another rank has ended.
-_LOST_PEER_WORDS = (
-    "connection closed by peer",
-    "connection reset",
-    "broken pipe",
-    "connection refused",
-    "socket closed",
-    "remote process exited",
-    "failed to recv",
-    "nccl communicator was aborted",
-)
 _WATCH_INTERVAL_S = 0.5
 # A rank that is gone leaves the others waiting in a collective; torchrun kills what is left 30 s after its SIGTERM.
 _STOP_PATIENCE_S = 25.0
@@ -165,7 +162,7 @@ def _describe(error: Exception, rank: int) -> Failure:
         message, hint = f"rank {rank} ran out of memory", "lower mbs or seq_len, or add recompute"
     else:
         first_line = (str(error).splitlines() or [""])[0]
-        is_lost = any(word in str(error).lower() for word in _LOST_PEER_WORDS)
+        is_lost = is_lost_peer(error)
         kind = "lost_peer" if is_lost else "unexpected"
         message = f"rank {rank} {'lost another rank' if is_lost else 'failed'}: {type(error).__name__}: {first_line}"
         hint = "look for the rank that ended first" if is_lost else "this is a fault of moeplan; please report it"

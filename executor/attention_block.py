@@ -1,0 +1,91 @@
+"""Attention of some queries to some keys that can be merged with others: its output, log-sum-exp and gradients.
+
+Half precision on a GPU takes torch's flash kernels; everything else multiplies the scores out.
+
+Shapes: B sequences, Q queries, K keys, N heads and M key-value heads (N a multiple of M), D width of a head.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+Gradients = tuple[Tensor, Tensor, Tensor]
+
+
+def block_forward(q_BNQD: Tensor, k_BMKD: Tensor, v_BMKD: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
+    """Attention to these keys alone, and the log [B, N, Q] of its denominators. ``causal``: query i sees keys to i."""
+    k_BNKD, v_BNKD = (_for_all_heads(x, q_BNQD.shape[1]) for x in (k_BMKD, v_BMKD))
+    if not _has_flash(q_BNQD):
+        scores_BNQK = _scores(q_BNQD, k_BNKD, causal=causal)
+        lse_BNQ = scores_BNQK.logsumexp(-1)
+        return (scores_BNQK - lse_BNQ[..., None]).exp() @ v_BNKD, lse_BNQ
+    width, scale = v_BNKD.shape[3], q_BNQD.shape[3] ** -0.5
+    padded = (_padded(x, q_BNQD.shape[3]) for x in (q_BNQD, k_BNKD, v_BNKD))
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention(*padded, 0.0, causal, False, scale=scale)[:2]  # noqa: SLF001 - torch's only door to the log-sum-exp
+    return out[..., :width], lse[..., : q_BNQD.shape[2]]
+
+
+def block_backward(
+    grad_BNQD: Tensor, inputs: tuple[Tensor, Tensor, Tensor], out_BNQD: Tensor, lse_BNQ: Tensor, *, causal: bool
+) -> Gradients:
+    """This block's part of the gradients of queries, keys and values (``inputs``).
+
+    ``out_BNQD`` and ``lse_BNQ`` are those over all keys, of this block and of all the others.
+    """
+    q_BNQD, k_BMKD, v_BMKD = inputs
+    num_kv_heads = k_BMKD.shape[1]
+    k_BNKD, v_BNKD = (_for_all_heads(x, q_BNQD.shape[1]) for x in (k_BMKD, v_BMKD))
+    backward = _flash_backward if _has_flash(q_BNQD) else _plain_backward
+    grad_q, grad_k, grad_v = backward(grad_BNQD, (q_BNQD, k_BNKD, v_BNKD), out_BNQD, lse_BNQ, causal=causal)
+    return grad_q, _of_shared_heads(grad_k, num_kv_heads), _of_shared_heads(grad_v, num_kv_heads)
+
+
+def _plain_backward(
+    grad_BNQD: Tensor, inputs: tuple[Tensor, Tensor, Tensor], out_BNQD: Tensor, lse_BNQ: Tensor, *, causal: bool
+) -> Gradients:
+    q_BNQD, k_BNKD, v_BNKD = inputs
+    probs_BNQK = (_scores(q_BNQD, k_BNKD, causal=causal) - lse_BNQ[..., None]).exp()
+    rest_BNQ1 = (grad_BNQD * out_BNQD).sum(-1, keepdim=True)
+    grad_scores = probs_BNQK * (grad_BNQD @ v_BNKD.transpose(2, 3) - rest_BNQ1) / math.sqrt(q_BNQD.shape[3])
+    return grad_scores @ k_BNKD, grad_scores.transpose(2, 3) @ q_BNQD, probs_BNQK.transpose(2, 3) @ grad_BNQD
+
+
+def _flash_backward(
+    grad_BNQD: Tensor, inputs: tuple[Tensor, Tensor, Tensor], out_BNQD: Tensor, lse_BNQ: Tensor, *, causal: bool
+) -> Gradients:
+    width, v_width = inputs[0].shape[3], inputs[2].shape[3]
+    grad, q, k, v, out = (_padded(x, width).contiguous() for x in (grad_BNQD, *inputs, out_BNQD))
+    no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
+    grad_q, grad_k, grad_v = torch.ops.aten._scaled_dot_product_flash_attention_backward(  # noqa: SLF001 - as above
+        grad, q, k, v, out, lse_BNQ.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, causal,
+        no_dropout, no_dropout, scale=width**-0.5,
+    )  # fmt: skip
+    return grad_q[..., :width], grad_k[..., :width], grad_v[..., :v_width]
+
+
+def _has_flash(q_BNQD: Tensor) -> bool:
+    return q_BNQD.is_cuda and q_BNQD.dtype in (torch.bfloat16, torch.float16)
+
+
+def _scores(q_BNQD: Tensor, k_BNKD: Tensor, *, causal: bool) -> Tensor:
+    scores_BNQK = q_BNQD @ k_BNKD.transpose(2, 3) / math.sqrt(q_BNQD.shape[3])
+    if not causal:
+        return scores_BNQK
+    hidden_QK = torch.ones(scores_BNQK.shape[2:], dtype=torch.bool, device=scores_BNQK.device).triu(1)
+    return scores_BNQK.masked_fill(hidden_QK, -torch.inf)
+
+
+def _padded(x: Tensor, width: int) -> Tensor:
+    """Zeros up to ``width`` and on to a multiple of 8, as flash kernels want heads of one such width."""
+    return F.pad(x, (0, -(-width // 8) * 8 - x.shape[3]))
+
+
+def _for_all_heads(x_BMKD: Tensor, num_heads: int) -> Tensor:
+    return x_BMKD if x_BMKD.shape[1] == num_heads else x_BMKD.repeat_interleave(num_heads // x_BMKD.shape[1], 1)
+
+
+def _of_shared_heads(grad_BNKD: Tensor, num_kv_heads: int) -> Tensor:
+    """Gradients of heads that share keys and values, summed."""
+    return grad_BNKD if grad_BNKD.shape[1] == num_kv_heads else grad_BNKD.unflatten(1, (num_kv_heads, -1)).sum(2)

@@ -1,0 +1,126 @@
+"""Ring attention: keys and values travel round the ranks of cp while each attends to those it has (report section 6).
+
+No rank ever holds the keys of the whole sequence, and a message travels while the block before it is computed. Partial
+results are merged by their log-sum-exp; backward sends keys, values and their gradients round once more.
+
+Shapes: B sequences of C positions on this rank (two chunks of each), N heads and M key-value heads, D width of a head.
+"""
+
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Function
+
+from moeplan.executor.attention_block import block_backward, block_forward
+from moeplan.executor.dtypes import at_least_fp32
+from moeplan.executor.mesh import Group
+from moeplan.executor.scopes import scope
+
+_ALL = slice(None)
+
+
+class _Passing:
+    """A tensor on its way to the next rank of the ring, and one from the rank before."""
+
+    def __init__(self, sent: Tensor, group: Group) -> None:
+        after, before = (group.ranks[(group.index + step) % group.size] for step in (1, -1))
+        self._sent, self._received = sent, torch.empty_like(sent)
+        process_group = group.process_group
+        with scope("cp_comm"):
+            self._works = dist.batch_isend_irecv(
+                [
+                    dist.P2POp(dist.isend, self._sent, after, process_group),
+                    dist.P2POp(dist.irecv, self._received, before, process_group),
+                ]
+            )
+
+    def received(self) -> Tensor:
+        """What came, after waiting for both ways."""
+        with scope("cp_comm"):
+            for work in self._works:
+                work.wait()
+        return self._received
+
+
+def _parts(index: int, source: int, num_positions: int) -> tuple[slice, slice, bool]:
+    """Which of this rank's queries see which keys of rank ``source``, and whether causally among each other.
+
+    Rank i holds chunks i and 2 * cp - 1 - i: of a rank before it, all its queries see the first chunk; of one after
+    it, only its second chunk sees anything, and that all.
+    """
+    chunk = num_positions // 2
+    if source == index:
+        return _ALL, _ALL, True
+    return (_ALL, slice(0, chunk), False) if source < index else (slice(chunk, None), _ALL, False)
+
+
+class _RingAttention(Function):
+    @staticmethod
+    def forward(ctx: Any, q_BNCD: Tensor, k_BMCD: Tensor, v_BMCD: Tensor, group: Group) -> Tensor:
+        widths = [k_BMCD.shape[3], v_BMCD.shape[3]]
+        both = torch.cat([k_BMCD, v_BMCD], 3)
+        dtype = at_least_fp32(q_BNCD.dtype)
+        out = q_BNCD.new_zeros((*q_BNCD.shape[:3], widths[1]), dtype=dtype)
+        lse = q_BNCD.new_full(q_BNCD.shape[:3], -torch.inf, dtype=dtype)
+        for step in range(group.size):
+            passing = _Passing(both, group) if step < group.size - 1 else None
+            queries, keys, causal = _parts(group.index, (group.index - step) % group.size, q_BNCD.shape[2])
+            k_part, v_part = both[:, :, keys].split(widths, 3)
+            with scope("attention"):
+                part_out, part_lse = block_forward(q_BNCD[:, :, queries], k_part, v_part, causal=causal)
+                _merge(out[:, :, queries], lse[:, :, queries], part_out, part_lse)
+            if passing is not None:
+                both = passing.received()
+        result = out.to(q_BNCD.dtype)
+        ctx.group = group
+        ctx.save_for_backward(q_BNCD, k_BMCD, v_BMCD, result, lse)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q_BNCD, k_BMCD, v_BMCD, out_BNCD, lse_BNC = ctx.saved_tensors
+        group, widths = ctx.group, [k_BMCD.shape[3], v_BMCD.shape[3]]
+        both = torch.cat([k_BMCD, v_BMCD], 3)
+        grad_q = torch.zeros_like(q_BNCD, dtype=lse_BNC.dtype)
+        grad_both = torch.zeros_like(both, dtype=lse_BNC.dtype)
+        for step in range(group.size):
+            passing = _Passing(both, group) if step < group.size - 1 else None
+            queries, keys, causal = _parts(group.index, (group.index - step) % group.size, q_BNCD.shape[2])
+            k_part, v_part = both[:, :, keys].split(widths, 3)
+            with scope("attention"):
+                part_q, part_k, part_v = block_backward(
+                    grads[0][:, :, queries],
+                    (q_BNCD[:, :, queries], k_part, v_part),
+                    out_BNCD[:, :, queries],
+                    lse_BNC[:, :, queries],
+                    causal=causal,
+                )
+                grad_q[:, :, queries] += part_q
+                grad_both[:, :, keys] += torch.cat([part_k, part_v], 3)
+            # Gradients follow their keys, and after the last block come home.
+            grad_both = _Passing(grad_both, group).received()
+            if passing is not None:
+                both = passing.received()
+        grad_k, grad_v = grad_both.to(k_BMCD.dtype).split(widths, 3)
+        return grad_q.to(q_BNCD.dtype), grad_k, grad_v, None
+
+
+def _merge(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
+    """Take a further block of keys into attention over those before it, in place."""
+    merged = torch.logaddexp(lse, part_lse)
+    out.mul_((lse - merged).exp()[..., None]).add_(part_out * (part_lse - merged).exp()[..., None])
+    lse.copy_(merged)
+
+
+class RingAttention:
+    """Causal attention of this rank's queries to the keys and values of all ranks."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+
+    def __call__(self, q_BCND: Tensor, k_BCMD: Tensor, v_BCMD: Tensor) -> Tensor:
+        """out_BCND."""
+        inputs = (x.transpose(1, 2) for x in (q_BCND, k_BCMD, v_BCMD))
+        return cast("Tensor", _RingAttention.apply(*inputs, self.group)).transpose(1, 2)
