@@ -97,11 +97,13 @@ class HeadSplitAttention:
         """out_BCND."""
         out_BSnD = self.core(*(self._whole(x) for x in (q_BCND, k_BCMD, v_BCMD)))
         rows = self._exchanged(out_BSnD.transpose(0, 1)[self.inverse])
-        return rows.unflatten(0, (self.group.size, -1)).permute(2, 1, 0, 3, 4).flatten(2, 3)
+        out_hCBnD: Tensor = rows.unflatten(0, (self.group.size, -1))
+        return out_hCBnD.permute(2, 1, 0, 3, 4).flatten(2, 3)
 
     def _whole(self, x_BCND: Tensor) -> Tensor:
         """This rank's heads of all positions, in order."""
-        rows = x_BCND.unflatten(2, (self.group.size, -1)).permute(2, 1, 0, 3, 4).flatten(0, 1)
+        x_BChnD: Tensor = x_BCND.unflatten(2, (self.group.size, -1))
+        rows = x_BChnD.permute(2, 1, 0, 3, 4).flatten(0, 1)
         return self._exchanged(rows)[self.order].transpose(0, 1)
 
     def _exchanged(self, rows: Tensor) -> Tensor:

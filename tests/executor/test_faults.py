@@ -88,7 +88,8 @@ def kill_one(folder: Path, seed: int, plan: Plan) -> None:
     draw = random.Random(seed)
     run = {"save_folder": str(folder / "saved"), "save_every": SAVE_EVERY, "save_async": seed % 2 == 0}
     launcher = start(files(folder, plan, steps=10_000, **run))
-    reported = read_steps(launcher, SAVE_EVERY + 1 + draw.randrange(3))
+    # The second save waits for the first, so that by then there is a checkpoint.
+    reported = read_steps(launcher, 2 * SAVE_EVERY + 1 + draw.randrange(3))
     ranks = workers(launcher)
     children = psutil.Process(launcher.pid).children(recursive=True)
     victim = draw.randrange(2)
