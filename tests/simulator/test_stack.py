@@ -50,10 +50,10 @@ def test_number_without_source_is_refused(tmp_path: Path) -> None:
         ("megatron-bridge-26.08", {}, []),
         ("megatron-bridge-26.08", {"precision": "fp64"}, ["precision"]),
         ("megatron-bridge-26.08", {"dispatcher": "flex", "flex_backend": "hybridep"}, []),
-        ("native", {}, ["pp"]),
-        ("native", {"pp": 1, "cp": 2, "vp": 2}, ["vp", "cp"]),
+        ("native", {"cp": 2, "vp": 2}, []),
         ("native", {"pp": 1, "dispatcher": "flex"}, ["dispatcher"]),
         ("megatron-lm-2022", {"recompute": ("moe_act",)}, ["recompute", "model"]),
+        ("megatron-lm-2022", {"cp": 2}, ["cp", "model"]),
     ],
 )
 def test_violations_name_what_the_stack_does_not_execute(
