@@ -23,6 +23,7 @@ _UNITS: tuple[tuple[str, str], ...] = (
     ("bytes_per_s", "B/s"),
     ("bytes", "B"),
     ("_frac", "fraction"),
+    ("oversubscription", "ratio"),
     ("_watts", "W"),
     ("_gpu_hours", "GPU-hours"),
     ("_gpus", "GPUs"),

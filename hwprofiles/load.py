@@ -7,6 +7,7 @@ import tomli_w
 
 from moeplan.errors import InvalidInputError, nearest_names
 from moeplan.files import read_toml, validate, write_text_atomically
+from moeplan.hwprofiles.links import scale_inherited
 from moeplan.hwprofiles.schema import HardwareProfile
 
 _FOLDER = Path(__file__).resolve().parent
@@ -31,8 +32,10 @@ def load_profile(name_or_path: str) -> HardwareProfile:
 
     A file may say ``base = "h100"`` (a preset, or a path seen from the file) and give only what differs. A number is
     replaced whole, with its source; ``peak_flops_per_s`` merges by dtype; an entry of a list table replaces the base's
-    entry of the same identity and the others stay. Raises InvalidInputError for an unknown name, a missing or malformed
-    file, a circle of bases, and anything the schema refuses (a number without a source, above all).
+    entry of the same identity and the others stay, scaled where the child changes the link of their tier.
+
+    Raises InvalidInputError for an unknown name, a missing or malformed file, a circle of bases, and anything the
+    schema refuses (a number without a source, above all).
     """
     path = _find(name_or_path, Path())
     return validate(HardwareProfile, _read_merged(path, ()), str(name_or_path))
@@ -79,6 +82,7 @@ def _merge(base: dict[str, Any], child: dict[str, Any]) -> dict[str, Any]:
         if _is_list_of_tables(base.get(field)) and _is_list_of_tables(child.get(field)):
             entries = {_identity(field, entry): entry for entry in [*base[field], *child[field]]}
             merged[field] = list(entries.values())
+    scale_inherited(base, child, merged)
     return merged
 
 

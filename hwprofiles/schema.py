@@ -189,6 +189,9 @@ class HardwareProfile(Record):
     gather_efficiency_frac: Fraction = Field(description="of peak, for permutation by row")
     scale_up_bytes_per_s_per_dir_per_gpu: Positive
     network_bytes_per_s_per_dir_per_gpu: Positive
+    network_oversubscription: Positive | None = Field(
+        default=None, description="bandwidth of the hosts below a leaf switch over that above it; None: 1"
+    )
     host_link_bytes_per_s_per_dir_per_gpu: Positive
     launch_s: Sourced = Field(description="host time to issue one eager kernel")
     kernel_floor_s: Sourced = Field(description="shortest time of a kernel on the device")
