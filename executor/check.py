@@ -8,7 +8,6 @@ from moeplan.model_spec import GqaAttention, ModelSpec
 from moeplan.plan import Plan
 from moeplan.run_config import RunConfig
 
-
 # Fields that Megatron executes and the native executor does not.
 _DEFAULT_ONLY = (
     "cp_comm", "cp_a2a_size", "packed_lengths", "ep_overlap", "delay_wgrad", "shared_expert_overlap", "dispatch_sms",

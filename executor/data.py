@@ -1,10 +1,12 @@
-"""Training tokens: a flat file of ids, or the standard library's sources as bytes.
+"""Training tokens: a file of ids, or the standard library's sources as bytes.
 
 Sequence s of step n is a pure function of (seed, n, s), so how ranks share the batch does not change the data.
+Validation reads the end of the data, which training then never sees.
 """
 
 import random
 import sysconfig
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,24 +14,24 @@ import torch
 from torch import Tensor
 
 from moeplan.errors import InvalidInputError
-from moeplan.executor.check import check_data_file
+from moeplan.executor.token_file import TokenFile, check_length, num_held_out, token_file
 from moeplan.plan import Plan
 from moeplan.run_config import RunConfig
 
-_DTYPES = {"uint8": torch.uint8, "uint16": torch.uint16, "uint32": torch.uint32}
 # Enough for a demonstration, small beside the process itself.
 _SOURCE_BYTES = 4 * 2**20
 
 
 @dataclass(frozen=True)
 class TokenSource:
-    """Token ids in storage order; ``name`` is how messages call them."""
+    """Token ids in storage order, the last ``num_held_out`` for validation; ``name`` is how messages call them."""
 
     name: str
     tokens: Tensor
     vocab_size: int
     seq_len: int
     seed: int
+    num_held_out: int = 0
 
     def sequence(self, step: int, index: int) -> Tensor:
         """``seq_len`` + 1 ids (int64): inputs and, one further, targets of sequence ``index`` of the step's batch.
@@ -37,10 +39,25 @@ class TokenSource:
         Raises InvalidInputError where an id does not belong to the vocabulary.
         """
         draw = random.Random(f"{self.seed}/{step}/{index}")
-        start = draw.randrange(len(self.tokens) - self.seq_len)
+        return self._ids_at(draw.randrange(len(self.tokens) - self.num_held_out - self.seq_len))
+
+    def batch(self, step: int, first: int, count: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of sequences ``first`` to ``first + count``, one after the other, each [count * S]."""
+        return _stacked(self.sequence(step, index) for index in range(first, first + count))
+
+    def validation_batch(self, first: int, count: int, total: int) -> tuple[Tensor, Tensor]:
+        """As :meth:`batch`, of ``total`` sequences spread evenly over what is held out; the same at every step."""
+        begin = len(self.tokens) - self.num_held_out
+        room = self.num_held_out - self.seq_len - 1
+        return _stacked(
+            self._ids_at(begin + room * index // max(1, total - 1)) for index in range(first, first + count)
+        )
+
+    def _ids_at(self, start: int) -> Tensor:
         ids = self.tokens[start : start + self.seq_len + 1].to(torch.int64)
-        if int(ids.max()) >= self.vocab_size:
-            place = int((ids >= self.vocab_size).nonzero()[0])
+        is_foreign = (ids < 0) | (ids >= self.vocab_size)
+        if bool(is_foreign.any()):
+            place = int(is_foreign.nonzero()[0])
             raise InvalidInputError(
                 f"data {self.name}: token id {int(ids[place])} at position {start + place}, "
                 f"allowed: below the model's vocab_size {self.vocab_size}",
@@ -48,27 +65,33 @@ class TokenSource:
             )
         return ids
 
-    def batch(self, step: int, first: int, count: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of sequences ``first`` to ``first + count``, one after the other, each [count * S]."""
-        ids = torch.stack([self.sequence(step, index) for index in range(first, first + count)])
-        return ids[:, :-1].flatten(), ids[:, 1:].flatten()
-
 
 def open_tokens(plan: Plan, run: RunConfig) -> TokenSource:
     """The data of a run. Raises InvalidInputError for a file that is missing, unreadable or too short."""
-    check_data_file(run, plan.seq_len)
-    name = run.data or "standard library sources"
-    tokens = _file_tokens(Path(run.data), _DTYPES[run.data_dtype]) if run.data else _library_tokens()
-    return TokenSource(name, tokens, plan.model.vocab_size, plan.seq_len, run.seed)
+    if run.data:
+        found = token_file(run.data, run.data_dtype)
+        name, tokens = str(found.path), _mapped(found)
+    else:
+        name, tokens = "standard library sources", _library_tokens()
+    check_length(name, len(tokens), run, plan.seq_len)
+    held_out = num_held_out(len(tokens), run, plan.seq_len)
+    return TokenSource(name, tokens, plan.model.vocab_size, plan.seq_len, run.seed, held_out)
 
 
-def _file_tokens(path: Path, dtype: torch.dtype) -> Tensor:
+def _stacked(sequences: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
+    ids = torch.stack(list(sequences))
+    return ids[:, :-1].flatten(), ids[:, 1:].flatten()
+
+
+def _mapped(found: TokenFile) -> Tensor:
     """The file mapped into memory, so that each rank reads only the pages of its own sequences."""
+    dtype: torch.dtype = getattr(torch, found.id_type)
     try:
-        return torch.from_file(str(path), shared=False, size=path.stat().st_size // dtype.itemsize, dtype=dtype)
+        return torch.from_file(str(found.path), shared=False, size=found.num_tokens, dtype=dtype)
     except RuntimeError as error:
         first_line = str(error).splitlines()[0]
-        raise InvalidInputError(f"data {path}: cannot be read: {first_line}", "check that you may read it") from None
+        hint = "check that you may read it"
+        raise InvalidInputError(f"data {found.path}: cannot be read: {first_line}", hint) from None
 
 
 def _library_tokens() -> Tensor:

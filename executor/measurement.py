@@ -99,6 +99,7 @@ def make_figures(
         notes=_NOTES,
         step_times_s=tuple(timed_s),
         losses=tuple(record.losses),
+        validation_losses=tuple(record.validation_losses),
     )
 
 

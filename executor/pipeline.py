@@ -113,6 +113,23 @@ class Pipeline:
         self._sending.clear()
         return self._loss_P
 
+    @torch.no_grad()
+    def evaluate(self, micro_batch: Callable[[int], MicroBatch]) -> Tensor:
+        """As :meth:`run` without backward: the loss alone."""
+        self._loss_P = torch.zeros_like(self.weights_P)
+        for (kind, sender), link in self._receiving.items():
+            link.expected = deque(self._sent_by(sender, kind) if kind == "F" else ())
+        for step in self._order(self.rank):
+            if step.kind == "F":
+                self._forward(step.chunk * self.plan.pp + self.rank, step.micro_batch, micro_batch)
+        for _, works in self._sending:
+            for work in works:
+                work.wait()
+        self._sending.clear()
+        self._running.clear()
+        self._batches.clear()
+        return self._loss_P
+
     def _forward(self, stage: int, index: int, micro_batch: Callable[[int], MicroBatch]) -> None:
         if index not in self._batches:
             self._batches[index] = micro_batch(index)

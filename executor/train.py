@@ -56,6 +56,7 @@ class TrainingRecord:
     family_times: dict[OpFamily, FamilyTime] = field(default_factory=dict)
     kernels: dict[OpFamily, str] = field(default_factory=dict)
     power: PowerSamples = field(default_factory=PowerSamples)
+    validation_losses: list[tuple[int, float]] = field(default_factory=list)
 
 
 class Trainer:
@@ -92,6 +93,18 @@ class Trainer:
         for router in self.model.routers():
             router.update_bias()
         return StepResult(sum(losses), norm, any(stops))
+
+    def evaluate(self) -> float:
+        """Loss a token on one batch of held-out sequences, the same ones each time. Changes nothing. Collective."""
+
+        def micro_batch(index: int) -> MicroBatch:
+            plan = self.plan
+            first = (self.mesh.dp.index * plan.num_micro_batches + index) * plan.mbs
+            tokens, targets = self.tokens.validation_batch(first, plan.mbs, plan.global_batch_size)
+            return cut_micro_batch(self._moved(tokens), self._moved(targets), plan, self.mesh.cp)
+
+        loss_sum = self.pipeline.evaluate(micro_batch)[0] / self.plan.tokens_per_step
+        return sum(self._gathered(loss_sum * (self.mesh.tp.index == 0), 0.0)[0])
 
     def _gathered(self, first: torch.Tensor, second: float) -> tuple[list[float], list[float]]:
         """Two numbers of every rank of the world in one collective."""
@@ -133,6 +146,8 @@ def train(trainer: Trainer, report: Progress) -> TrainingRecord:
         _timed_step(trainer, number, timer, record, report)
         if number - trainer.first_step >= run.warmup_steps_untimed:
             record.power.sample(trainer.device)
+        if run.eval_every and (number + 1) % run.eval_every == 0:
+            _validate(trainer, number + 1, record, report)
     record.peak_bytes = peak_device_bytes(trainer.device)  # a trace of a step takes memory of its own
     with trace or nullcontext():
         for number in range(first_traced, run.steps):
@@ -141,6 +156,8 @@ def train(trainer: Trainer, report: Progress) -> TrainingRecord:
         record.family_times = trace.family_times(run.profile_steps)
         record.kernels = trace.kernels()
     record.step_times_s = timer.all_times_s
+    if run.eval_every and [steps for steps, _ in record.validation_losses[-1:]] != [run.steps]:
+        _validate(trainer, run.steps, record, report)
     if trainer.checkpoints is not None:
         trainer.checkpoints.wait()
     return record
@@ -161,6 +178,12 @@ def _timed_step(trainer: Trainer, number: int, timer: StepTimer, record: Trainin
         checkpoints.save(number + 1)
     if result.stop:
         _stop(trainer, number + 1)
+
+
+def _validate(trainer: Trainer, steps: int, record: TrainingRecord, report: Progress) -> None:
+    loss = trainer.evaluate()
+    record.validation_losses.append((steps, loss))
+    report(f"step {steps}/{trainer.run.steps}  validation loss {loss:.4f}")
 
 
 def _stop(trainer: Trainer, steps: int) -> None:

@@ -39,6 +39,9 @@ class Figures(Record):
     notes: tuple[str, ...] = Field(default=(), description="assumed entries used, and other reasons for doubt")
     step_times_s: tuple[float, ...] = Field(default=(), description="the timed steps of a measurement")
     losses: tuple[float, ...] = Field(default=(), description="training loss of every step of a measurement")
+    validation_losses: tuple[tuple[int, float], ...] = Field(
+        default=(), description="steps done and the loss a held-out token then had"
+    )
 
     @property
     def peak_rank(self) -> int:

@@ -8,7 +8,11 @@ from moeplan.record import Record
 
 
 class RunConfig(Record):
-    """Settings of a run. ``data``: a flat token file, or empty for the standard library's sources as bytes."""
+    """Settings of a run.
+
+    ``data``: a flat token file, a Megatron pair .bin and .idx (named with or without suffix), or empty for the
+    standard library's sources as bytes. ``data_dtype`` is that of a flat file.
+    """
 
     steps: PositiveInt = 50
     warmup_steps_untimed: PositiveInt = Field(default=3, description="first steps left out of the timing")
@@ -25,6 +29,8 @@ class RunConfig(Record):
     clip_grad_norm: float = Field(default=1.0, ge=0, description="0: no clipping")
     profile_steps: int = Field(default=2, ge=0, description="steps traced at the end for time by op family")
     log_every: PositiveInt = 1
+    eval_every: int = Field(default=0, ge=0, description="steps between validations on held-out data; 0: none")
+    export_hf: str = Field(default="", description="folder for the trained weights as Hugging Face reads them")
     save_folder: str = Field(default="", description="of checkpoints; the last step is always saved there")
     save_every: int = Field(default=0, ge=0, description="steps between checkpoints; 0: only the last")
     save_async: bool = Field(default=False, description="write checkpoints beside training, from a copy on the host")

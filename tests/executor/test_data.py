@@ -59,3 +59,20 @@ def test_unusable_files_are_refused(tmp_path: Path) -> None:
     for path, message in cases:
         with pytest.raises(InvalidInputError, match=message):
             open_tokens(PLAN, RunConfig(data=str(path)))
+
+
+def test_validation_has_the_end_of_the_data_to_itself(tmp_path: Path) -> None:
+    path = write_tokens(tmp_path / "ids.bin", [place % 250 for place in range(1000)])
+    source = open_tokens(PLAN, RunConfig(data=str(path), eval_every=5))
+    assert source.num_held_out == 50
+    starts = [source.validation_batch(index, 1, 4)[0][0].item() for index in range(4)]
+    assert starts == [(950 + 33 * index // 3) % 250 for index in range(4)]
+    source.tokens[950:] = 9999  # beyond the vocabulary: training would raise
+    assert all(int(source.sequence(step, 1).max()) < 250 for step in range(300))
+
+
+def test_without_validation_all_data_is_for_training(tmp_path: Path) -> None:
+    path = write_tokens(tmp_path / "ids.bin", list(range(17)))
+    assert open_tokens(PLAN, RunConfig(data=str(path))).num_held_out == 0
+    with pytest.raises(InvalidInputError, match=r"17 tokens, .* and as many for validation"):
+        open_tokens(PLAN, RunConfig(data=str(path), eval_every=1))

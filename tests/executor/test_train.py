@@ -10,7 +10,7 @@ from moeplan.errors import RunFailedError
 from moeplan.executor.train import train
 from moeplan.plan import Plan
 from moeplan.run_config import RunConfig
-from tests.executor.cases import GQA_MODEL, build_trainer, tiny_plan
+from tests.executor.cases import GQA_MODEL, MLA_MODEL, build_trainer, tiny_plan
 from tests.executor.gloo_pool import GlooPool, gloo_pool
 
 
@@ -66,3 +66,34 @@ def test_training_learns_real_text() -> None:
     assert losses[0] == pytest.approx(math.log(256), abs=0.1)
     assert sum(losses[-5:]) / 5 < 4.0
     assert torch.isfinite(torch.tensor(losses)).all()
+
+
+def test_validation_changes_nothing_and_falls_with_training() -> None:
+    plan = tiny_plan(GQA_MODEL, 1, precision="fp32", seq_len=32)
+    settings = {"steps": 24, "lr": 1e-2, "lr_warmup_steps": 3, "profile_steps": 1}
+    lines: list[str] = []
+    plain = train(build_trainer(0, plan, RunConfig(**settings)), lines.append)
+    validated = train(build_trainer(0, plan, RunConfig(**settings, eval_every=10)), lines.append)
+    assert plain.validation_losses == []
+    assert [steps for steps, _ in validated.validation_losses] == [10, 20, 24]
+    losses = [loss for _, loss in validated.validation_losses]
+    assert losses[-1] < losses[0] < math.log(256) + 0.2
+    assert f"step 10/24  validation loss {losses[0]:.4f}" in lines
+
+
+def test_validation_leaves_the_expert_bias_and_its_counts_alone() -> None:
+    trainer = build_trainer(0, tiny_plan(MLA_MODEL, 1), RunConfig(eval_every=1))
+    first, again = trainer.evaluate(), trainer.evaluate()
+    assert first == again
+    assert all(not router.num_copies_E.any() for router in trainer.model.routers())
+
+
+def evaluated(rank: int, plan: Plan, run: RunConfig) -> float:
+    return build_trainer(rank, plan, run).evaluate()
+
+
+@pytest.mark.parametrize("folding", [{"tp": 2}, {"ep": 2}, {"pp": 2}])
+def test_validation_does_not_depend_on_the_folding(pool: GlooPool, folding: dict[str, int]) -> None:
+    run = RunConfig(eval_every=1)
+    expected = build_trainer(0, tiny_plan(GQA_MODEL, 1), run).evaluate()
+    assert pool.run(evaluated, tiny_plan(GQA_MODEL, 2, **folding), run) == pytest.approx([expected] * 2, rel=1e-12)

@@ -1,11 +1,11 @@
 """Compiles every Triton kernel for an H100 or H200; run as a program, without the interpreter. Needs no GPU."""
 
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from moeplan.kernels import accumulate_triton, activation_triton, cross_entropy_triton, permute_triton, rotary_triton
-from moeplan.kernels.triton_launch import tl
 
 FP32 = {"DTYPE": tl.float32, "BLOCK": 1024}
 ACTIVATION = [FP32 | {"CODE": code, "GATED": code < 2, "HAS_PROBS": code != 1} for code in (0, 1, 2)]
