@@ -24,8 +24,10 @@ MIN_SEQ_LEN_FOR_CP, MIN_TOKENS_PER_CP_RANK = 8192, 4096
 # --fix reaches beyond these.
 MAX_TP, MAX_MBS, MAX_VP = 8, 8, 16
 # Modules whose recomputation is cheap for what it frees (report section 1.6), tried in every combination. ``full``
-# repeats GEMMs and the expert exchange and is tried alone, last.
+# repeats GEMMs and the expert exchange and is tried alone, last; before it all but attention, which costs most to
+# repeat on long sequences (report section 6).
 CHEAP_MODULES: tuple[RecomputeModule, ...] = ("layernorm", "moe_act", "mla_up_proj", "shared_experts")
+ALL_BUT_ATTENTION: tuple[RecomputeModule, ...] = ("layernorm", "mla_up_proj", "mlp", "moe")
 EXCLUDE_EP_OVERLAP: tuple[RecomputeModule, ...] = ("full", "moe")
 RecomputeSet = tuple[RecomputeModule, ...]
 # Plan fields that search takes from the stack's recipes.
@@ -171,11 +173,15 @@ def recompute_sets(model: ModelSpec, stack: SoftwareStack) -> tuple[RecomputeSet
         "mla_up_proj": not isinstance(model.attention, MlaAttention),
         "shared_experts": model.moe is None or not model.moe.shared_ffn_size,
         "moe_act": model.moe is None,
+        "moe": model.moe is None,
+        "mlp": "dense" not in model.layer_kinds,
     }
     usable = [module for module in CHEAP_MODULES if module in stack.recompute and not absent.get(module)]
     sets: list[RecomputeSet] = [
         tuple(sorted(chosen)) for size in range(len(usable) + 1) for chosen in combinations(usable, size)
     ]
+    sets.append(tuple(module for module in ALL_BUT_ATTENTION if module in stack.recompute and not absent.get(module)))
+    sets = list(dict.fromkeys(sets))
     return (*sets, ("full",)) if "full" in stack.recompute else tuple(sets)
 
 

@@ -147,4 +147,4 @@ def test_recompute_sets_are_those_the_model_has() -> None:
     assert deepseek[-1] == qwen[-1] == ("full",)
     assert ("mla_up_proj",) in deepseek
     assert not any("mla_up_proj" in chosen or "shared_experts" in chosen for chosen in qwen)
-    assert recompute_sets(load_model("llama3-8b"), stack) == ((), ("layernorm",), ("full",))
+    assert recompute_sets(load_model("llama3-8b"), stack) == ((), ("layernorm",), ("layernorm", "mlp"), ("full",))
