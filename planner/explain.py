@@ -12,6 +12,7 @@ from moeplan.planner.space import dispatch_fields, precisions_of, stack_features
 from moeplan.results import Figures
 from moeplan.simulator.predict import predict
 from moeplan.simulator.stack import SoftwareStack
+from moeplan.vocabulary import CudaGraphScope
 
 DEGREES = ("tp", "cp", "pp", "etp", "ep", "mbs")
 
@@ -45,11 +46,25 @@ def ablations(plan: Plan, profile: HardwareProfile, stack: SoftwareStack) -> lis
         "without CUDA graphs": {"cuda_graph": ()},
         "without a deduplicating dispatcher": {"dispatcher": "alltoall", "dispatch_sms": 0, "cuda_graph": ()},
     }
-    return [
+    found = [
         _variant(plan, name, fields | {"layout": plan.layout}, profile, stack)
         for name, fields in changes.items()
         if getattr(plan, next(iter(fields))) != next(iter(fields.values()))
     ]
+    return [*_without_grouped_gemm(plan, profile, stack), *found]
+
+
+def _without_grouped_gemm(plan: Plan, profile: HardwareProfile, stack: SoftwareStack) -> Iterator[Variant]:
+    """Local experts one after another; graphs that hold experts, and kernels that fuse them, go too."""
+    moe = plan.model.moe
+    if moe is None or moe.num_experts == plan.ep:
+        return
+    if "full_iteration" in plan.cuda_graph:
+        graph: tuple[CudaGraphScope, ...] = ("attn", "moe_preprocess", "moe_router")
+    else:
+        graph = tuple(scope for scope in plan.cuda_graph if scope != "moe")
+    fields = {"fused_grouped_mlp": False, "cuda_graph": graph, "layout": plan.layout}
+    yield _variant(plan, "without grouped GEMM", fields, profile, stack.without_grouped_gemm())
 
 
 def _steps(plan: Plan, profile: HardwareProfile, stack: SoftwareStack) -> Iterator[tuple[str, dict[str, Any]]]:

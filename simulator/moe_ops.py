@@ -1,5 +1,6 @@
 """Forward ops of the Mixture-of-Experts block: shared expert, router, permute, exchange, grouped GEMMs (report 2.2)."""
 
+from dataclasses import replace
 from math import log2
 
 from moeplan.model_spec import Moe
@@ -174,9 +175,14 @@ def _experts(build: LayerBuilder, moe: Moe) -> list[Op]:
         modules=("moe",),
     )
     # Fused kernels quantize between the two GEMMs; what comes from and goes to other ranks is quantized apart.
-    quantized = total * (hidden + (0 if is_fused else width))
+    quantized = build.quantize(
+        "expert.quantize", total * (hidden + (0 if is_fused else width)), "permute", "expert", "moe"
+    )
+    if not build.stack.time.grouped_gemm:
+        act = replace(act, num_kernels=local_experts)
+        quantized = [replace(one, num_kernels=local_experts) for one in quantized]
     return [
-        *build.quantize("expert.quantize", quantized, "permute", "expert", "moe"),
+        *quantized,
         _grouped_gemm(build, "expert_fc1", (rows, gates * width, hidden), local_experts),
         *([] if is_fused else [act]),
         _grouped_gemm(build, "expert_fc2", (rows, hidden, width), local_experts),
@@ -196,14 +202,14 @@ def _load(build: LayerBuilder) -> float:
 
 
 def _grouped_gemm(build: LayerBuilder, name: str, sizes: tuple[float, float, float], num_groups: int) -> Op:
-    """One grouped GEMM of the local experts: ``sizes`` are those of one expert."""
+    """One linear of the local experts, grouped or one after another: ``sizes`` are those of one expert."""
     rows, cols, inner = sizes
     low, time = build.shape.format.quantized_bytes, build.stack.time
     in_bytes = build.shape.element_bytes if low is None else low
     is_device_driven = build.shape.fused_grouped_mlp or build.shape.is_device_driven
     launches = time.grouped_launches_per_expert if low is None else time.quantized_launches_per_expert
     moved = (rows + cols) * inner * in_bytes + rows * cols * build.shape.element_bytes
-    return Op(
+    grouped = Op(
         name=name,
         kind="grouped_gemm",
         family="expert_gemm",
@@ -222,3 +228,7 @@ def _grouped_gemm(build: LayerBuilder, name: str, sizes: tuple[float, float, flo
         num_kernels=1 + launches.value * num_groups,
         modules=frozenset(("moe",)),
     )
+    if time.grouped_gemm:
+        return grouped
+    rate_frac = time.grouped_gemm_frac.value * build.gemm_frac(grouped.dtype)
+    return replace(grouped, kind="gemm", rate_frac=rate_frac, num_kernels=max(1.0, launches.value) * num_groups)

@@ -98,6 +98,11 @@ class SoftwareStack(Record):
 
     time: StackTime = Field(description="launches, fusions, graphs and overlap: what it adds to kernel times")
 
+    def without_grouped_gemm(self) -> "SoftwareStack":
+        """The same stack with a GEMM, and an activation, for each local expert: at the rate of that expert's rows."""
+        time = self.time.model_copy(update={"grouped_gemm": False})
+        return self.model_copy(update={"name": f"{self.name} without grouped GEMM", "time": time})
+
     def dispatch_backend(self, point: Point) -> DispatchBackend:
         """The back end that a point's dispatcher names."""
         return "alltoall" if point.dispatcher == "alltoall" else point.flex_backend

@@ -11,6 +11,7 @@ class StackTime(Record):
     """The ``[time]`` table of a software stack. Every number carries its source."""
 
     permute_in_dispatch: bool = Field(default=False, description="hybridep writes tokens in expert order itself")
+    grouped_gemm: bool = Field(default=True, description="False: local experts run one after another, kernel by kernel")
     fused_grad_accumulation: bool = Field(description="weight-gradient GEMMs add to the main gradients themselves")
     grouped_gemm_frac: Sourced = Field(
         description="rate of grouped GEMMs started one expert at a time over the dense one, where no curve is measured"

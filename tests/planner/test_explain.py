@@ -1,13 +1,17 @@
 """Neighbours and ablations of a plan."""
 
+from typing import Any
+
 import pytest
 
 from moeplan.hwprofiles.load import load_profile
+from moeplan.plan import Plan
 from moeplan.planner.explain import ablations, neighbours
 from moeplan.planner.request import SearchRequest, parse_pins
 from moeplan.planner.search import search
 from moeplan.presets import load_model
 from moeplan.report.explain import why
+from moeplan.simulator.predict import predict
 from moeplan.simulator.stack import load_stack
 
 GB300, BRIDGE = load_profile("gb300"), load_stack("megatron-bridge-26.08")
@@ -41,3 +45,46 @@ def test_leaving_a_technique_out_never_speeds_the_step_up(request_: SearchReques
     for one in found:
         assert one.predicted is not None, one
         assert one.predicted.step_s >= best.predicted.step_s
+
+
+def _without_grouped_gemm_frac(model: str, **fields: Any) -> float:
+    """Part by which a step on 8 H100 is longer where a rank's experts run one after another."""
+    h100 = load_profile("h100")
+    sizes = {"num_gpus": 8, "seq_len": 4096, "global_batch_size": 1024}
+    plan = Plan.model_validate({"model": load_model(model), "hardware": "h100", "stack": BRIDGE.name} | sizes | fields)
+    found = {one.change: one.predicted for one in ablations(plan, h100, BRIDGE)}["without grouped GEMM"]
+    assert found is not None
+    return found.step_s / predict(plan, h100, BRIDGE).step_s - 1
+
+
+def test_fine_grained_experts_need_grouped_gemm_and_coarse_ones_hardly() -> None:
+    fine = _without_grouped_gemm_frac("qwen3-30b-a3b")  # 128 experts a rank of 256 rows
+    spread = _without_grouped_gemm_frac("qwen3-30b-a3b", ep=8)  # 16 experts of 2048 rows
+    coarse = _without_grouped_gemm_frac("mixtral-8x7b")  # 8 experts of 1024 rows, 18 times as wide
+    assert fine > 0.15
+    assert 0 < coarse < 0.05
+    assert 0 < spread < 0.25 * fine
+
+
+def test_graphs_that_hold_experts_go_with_grouped_gemm(request_: SearchRequest) -> None:
+    best = search(request_).plans[0]
+    assert best.plan.cuda_graph == ("full_iteration",)
+    found = {one.change: one.predicted for one in ablations(best.plan, GB300, BRIDGE)}["without grouped GEMM"]
+    assert found is not None
+    assert found.stack.endswith("without grouped GEMM")
+    assert found.time_s["host"].exposed_s > best.predicted.time_s["host"].exposed_s
+
+
+def test_one_expert_a_rank_has_nothing_to_group() -> None:
+    plan = Plan(model=load_model("mixtral-8x7b"), hardware="h100", num_gpus=8, ep=8, seq_len=4096, global_batch_size=8)
+    assert "without grouped GEMM" not in {one.change for one in ablations(plan, load_profile("h100"), BRIDGE)}
+
+
+def test_kinds_of_context_parallelism_are_neighbours() -> None:
+    fields = {"model": load_model("deepseek-v3"), "hardware": "gb300", "num_gpus": 256, "stack": BRIDGE.name}
+    plan = Plan.model_validate(fields | {"seq_len": 65536, "global_batch_size": 512, "cp": 8, "pp": 8, "ep": 32})
+    found = {one.change: one for one in neighbours(plan, GB300, BRIDGE)}
+    assert found["cp_comm p2p -> a2a"].predicted is not None
+    gathered = found["cp_comm p2p -> all_gather"].predicted
+    assert gathered is not None
+    assert gathered.time_s["cp_comm"].exposed_s > predict(plan, GB300, BRIDGE).time_s["cp_comm"].exposed_s

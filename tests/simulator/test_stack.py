@@ -10,6 +10,8 @@ from moeplan.files import toml_text
 from moeplan.hwprofiles.load import load_profile
 from moeplan.plan import Plan
 from moeplan.presets import load_model
+from moeplan.simulator.layer_ops import forward_ops
+from moeplan.simulator.op_shapes import OpShape, Part
 from moeplan.simulator.stack import load_stack, stack_names
 
 DSV3 = Plan(
@@ -91,3 +93,17 @@ def test_defaults_depend_on_machine_and_model() -> None:
     assert newer.features_of(DSV3.model, rack, "mxfp8", "hybridep").cuda_graph == ("full_iteration",)
     assert newer.features_of(DSV3.model, rack, "mxfp8", "alltoall").cuda_graph is None
     assert newer.features_of(load_model("gpt-oss-120b"), rack, "bf16", "hybridep").permute_fusion is False
+
+
+def test_without_grouped_gemm_is_one_kernel_an_expert() -> None:
+    plan = Plan(model=load_model("qwen3-30b-a3b"), hardware="h100", num_gpus=8, ep=8, seq_len=4096, global_batch_size=8)
+    stack = load_stack("native")
+    shape = OpShape.of(plan.point, stack, load_profile("h100"))
+    ops = {}
+    for name, one in (("grouped", stack), ("single", stack.without_grouped_gemm())):
+        ops[name] = {op.name: op for op in forward_ops(plan.model, Part("moe"), shape, one)}
+    grouped, single = ops["grouped"]["expert_fc1"], ops["single"]["expert_fc1"]
+    assert (grouped.kind, grouped.num_kernels) == ("grouped_gemm", 1)
+    assert (single.kind, single.num_kernels, single.num_groups) == ("gemm", 16, 16)
+    assert (single.flops, single.hbm_bytes) == (grouped.flops, grouped.hbm_bytes)
+    assert ops["single"]["expert_act"].num_kernels == 16
