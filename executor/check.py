@@ -1,9 +1,12 @@
 """What the executor cannot run, said before anything starts. Imports no torch, so that planning can ask too."""
 
 from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
 
 from moeplan.errors import InvalidInputError
 from moeplan.executor.token_file import check_length, token_file
+from moeplan.hf_export import hf_config_of
 from moeplan.model_spec import GqaAttention, ModelSpec
 from moeplan.plan import Plan
 from moeplan.run_config import RunConfig
@@ -99,3 +102,19 @@ def check_data_file(run: RunConfig, seq_len: int) -> None:
     if run.data:
         found = token_file(run.data, run.data_dtype)
         check_length(str(found.path), found.num_tokens, run, seq_len)
+
+
+def check_export(plan: Plan, run: RunConfig) -> None:
+    """Raise InvalidInputError where the run's weights could not be exported at its end."""
+    if not run.export_hf:
+        return
+    hf_config_of(plan.model)
+    folder, moe = Path(run.export_hf), plan.model.moe
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise InvalidInputError(f"export_hf {folder}: exists and is not an empty folder", "name a new folder")
+    if moe is not None and moe.router.expert_bias and plan.pp > 1:
+        raise InvalidInputError(
+            f"export_hf: got pp {plan.pp} with expert biases, allowed: pp 1", "export from a run without pipeline"
+        )
+    if find_spec("safetensors") is None:
+        raise InvalidInputError("export_hf: the package safetensors is not installed", "pip install safetensors")

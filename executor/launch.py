@@ -16,7 +16,7 @@ from types import FrameType
 
 import moeplan
 from moeplan.errors import InvalidInputError, MoeplanError, RunFailedError
-from moeplan.executor.check import check_data_file, check_resumed, check_run, check_supported, check_world
+from moeplan.executor.check import check_data_file, check_export, check_resumed, check_run, check_supported, check_world
 from moeplan.executor.checkpoint_files import latest_checkpoint, read_manifest
 from moeplan.executor.failure import (
     LAUNCHER_VARIABLE,
@@ -65,6 +65,7 @@ def launch(
     check_supported(plan)
     check_run(run)
     check_data_file(run, plan.seq_len)
+    check_export(plan, run)
     if run.resume:
         checkpoint = latest_checkpoint(Path(run.save_folder))
         check_resumed(run, read_manifest(checkpoint, plan.model).step)

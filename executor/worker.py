@@ -21,6 +21,7 @@ import torch.distributed as dist
 from moeplan.errors import InvalidInputError, MoeplanError
 from moeplan.executor.check import check_run, check_supported, check_world
 from moeplan.executor.data import open_tokens
+from moeplan.executor.export_hf import export_hf
 from moeplan.executor.failure import (
     LAUNCHER_VARIABLE,
     Failure,
@@ -86,6 +87,8 @@ def run_rank(plan_path: Path, run_path: Path | None, out_path: Path) -> None:
         _reset_peak(device)
         record = train(trainer, _report if rank == 0 else _ignore)
         ranks = gather_figures(measure_rank(trainer, record, resident_before_bytes), mesh)
+        if run.export_hf:
+            export_hf(plan, mesh, trainer.model, Path(run.export_hf))
         if rank == 0:
             figures = make_figures(plan, run, ranks, record, device)
             write_text_atomically(out_path, figures.model_dump_json(indent=2) + "\n")

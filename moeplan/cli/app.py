@@ -145,7 +145,9 @@ def check(  # noqa: PLR0917 - typer: one parameter per option
 def run(  # noqa: PLR0917 - typer: one parameter per option
     plan: PlanFile,
     steps: Annotated[int | None, typer.Option("--steps", min=1, help="Optimizer steps.")] = None,
-    data: Annotated[str, typer.Option("--data", help="Flat token file; default the standard library as bytes.")] = "",
+    data: Annotated[
+        str, typer.Option("--data", help="Flat token file, or Megatron's pair; default the standard library as bytes.")
+    ] = "",
     data_dtype: Annotated[str, typer.Option("--data-dtype", help="uint8, uint16 or uint32.")] = "uint16",
     seed: Annotated[int | None, typer.Option("--seed", help="Of weights and data order.")] = None,
     lr: Annotated[float | None, typer.Option("--lr", help="Peak learning rate.")] = None,
@@ -158,6 +160,12 @@ def run(  # noqa: PLR0917 - typer: one parameter per option
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the latest checkpoint of --save-folder, at any folding.")
     ] = False,
+    eval_every: Annotated[
+        int | None, typer.Option("--eval-every", min=1, help="Steps between validations on held-out data.")
+    ] = None,
+    export_hf: Annotated[
+        str, typer.Option("--export-hf", help="Folder for the trained weights as Hugging Face reads them.")
+    ] = "",
     hardware: Annotated[str, typer.Option("--hardware", help="Predict with this profile instead of the plan's.")] = "",
     out: Annotated[Path, typer.Option("--out", help="Measurement JSON.")] = Path("measurement.json"),
     max_step_error: Annotated[
@@ -175,6 +183,7 @@ def run(  # noqa: PLR0917 - typer: one parameter per option
 
     settings = {"steps": steps, "data": data, "data_dtype": data_dtype, "seed": seed, "lr": lr}
     settings |= {"save_folder": save_folder, "save_every": save_every, "save_async": save_async, "resume": resume}
+    settings |= {"eval_every": eval_every, "export_hf": export_hf}
     tolerances = {"step_s": max_step_error, "peak_memory_bytes": max_memory_error}
     run_plan(plan, RunOptions(settings, tolerances, processes, hardware, out, dry_run, as_json))
 

@@ -69,7 +69,7 @@ def run_plan(path: Path, options: RunOptions) -> None:
 
 
 def _train(plan: Plan, run_config: RunConfig, options: RunOptions) -> Figures:
-    from moeplan.executor.check import check_data_file, check_run, check_supported, check_world
+    from moeplan.executor.check import check_data_file, check_export, check_run, check_supported, check_world
     from moeplan.executor.launch import launch
 
     num_processes = options.processes or plan.num_gpus
@@ -77,6 +77,7 @@ def _train(plan: Plan, run_config: RunConfig, options: RunOptions) -> Figures:
     check_run(run_config)
     check_world(plan, num_processes)
     check_data_file(run_config, plan.seq_len)
+    check_export(plan, run_config)
     check_writable(options.out)
     log = err_console()
     log.print(

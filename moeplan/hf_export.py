@@ -1,0 +1,212 @@
+"""ModelSpec to Hugging Face: the ``config.json`` of the family that holds the model, and the names of its weights.
+
+A family holds a model when :func:`moeplan.hf_config.model_from_hf_config` reads the same model back from the config
+that was written, but for the name and what only training uses (balancing losses, bias update).
+"""
+
+import re
+from typing import Any
+
+from moeplan.errors import InvalidInputError
+from moeplan.hf_config import ACTIVATIONS, model_from_hf_config
+from moeplan.model_spec import GqaAttention, MlaAttention, ModelSpec
+
+# Class by family, in the order in which families are tried.
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+}
+_TRAINING_ONLY = {"aux_loss": "none", "aux_loss_coeff": 0.0, "z_loss_coeff": 0.0, "bias_update_rate": 0.0}
+_HF_ACTIVATIONS = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
+
+
+def hf_config_of(model: ModelSpec) -> dict[str, Any]:
+    """The config of the first family that holds the model.
+
+    InvalidInputError where none does: it names the family that comes nearest and what differs there.
+    """
+    nearest: tuple[str, list[str]] | None = None
+    for family in ARCHITECTURES:
+        config = _candidate(model, family)
+        try:
+            read_back = model_from_hf_config(config, "config.json")
+        except InvalidInputError:
+            continue
+        differing = _differences(model, read_back)
+        if not differing:
+            return config
+        if nearest is None or len(differing) < len(nearest[1]):
+            nearest = family, differing
+    where = f"; nearest is {nearest[0]}, where {', '.join(nearest[1])} would differ" if nearest else ""
+    raise InvalidInputError(
+        f"export: no Hugging Face family holds model {model.name}{where}",
+        f"leave export_hf out, or change the model; families: {', '.join(ARCHITECTURES)}",
+    )
+
+
+def _differences(model: ModelSpec, other: ModelSpec) -> list[str]:
+    """Key paths that differ, what only names or trains the model left out."""
+    ours, theirs = _flat(_comparable(model)), _flat(_comparable(other))
+    return [key for key in sorted({*ours, *theirs}) if ours.get(key) != theirs.get(key)]
+
+
+def _comparable(model: ModelSpec) -> dict[str, Any]:
+    data = model.model_dump(exclude={"name", "source", "mtp_loss_scaling_factor"})
+    if data["moe"] is not None:
+        data["moe"]["router"] |= _TRAINING_ONLY
+        if data["moe"]["router"]["num_groups"] == 1:
+            data["moe"]["router"]["top_groups"] = 1
+    if "dense" not in model.layer_kinds:
+        data["dense_ffn_size"] = 0  # a width that no layer has
+    return data
+
+
+def _flat(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in data.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
+def _candidate(model: ModelSpec, family: str) -> dict[str, Any]:
+    attention = model.attention
+    config: dict[str, Any] = {
+        "architectures": [ARCHITECTURES[family]],
+        "model_type": family,
+        "torch_dtype": "bfloat16",
+        "vocab_size": model.vocab_size,
+        "hidden_size": model.hidden_size,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": attention.num_heads,
+        "num_key_value_heads": attention.num_kv_heads,
+        "intermediate_size": model.dense_ffn_size or model.hidden_size,
+        "hidden_act": _HF_ACTIVATIONS.get(model.activation, model.activation),
+        "rms_norm_eps": model.norm_eps,
+        "rope_theta": model.rope_theta,
+        "tie_word_embeddings": model.tied_embeddings,
+        "attention_bias": isinstance(attention, GqaAttention) and attention.out_bias,
+    }
+    if isinstance(attention, GqaAttention):
+        config |= {"head_dim": attention.head_dim, **_window(model, attention, family)}
+    else:
+        config |= _latent(attention)
+    return config | _experts(model, family)
+
+
+def _window(model: ModelSpec, attention: GqaAttention, family: str) -> dict[str, Any]:
+    if attention.sliding_window is None:
+        return {"use_sliding_window": False} if family.startswith("qwen") else {}
+    windowed = [model.is_windowed(layer) for layer in range(model.num_layers)]
+    return {
+        "use_sliding_window": True,
+        "sliding_window": attention.sliding_window,
+        "max_window_layers": 0,
+        "layer_types": ["sliding_attention" if one else "full_attention" for one in windowed],
+    }
+
+
+def _latent(attention: MlaAttention) -> dict[str, Any]:
+    keys = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    return {"q_lora_rank": attention.q_lora_rank or None, **{key: getattr(attention, key) for key in keys}}
+
+
+def _experts(model: ModelSpec, family: str) -> dict[str, Any]:
+    moe = model.moe
+    if moe is None:
+        return {}
+    config: dict[str, Any] = {
+        "num_experts_per_tok": moe.top_k,
+        "router_aux_loss_coef": moe.router.aux_loss_coeff,
+        "norm_topk_prob": moe.router.normalize_top_k,
+    }
+    if family == "mixtral":
+        return config | {"num_local_experts": moe.num_experts, "intermediate_size": moe.expert_ffn_size}
+    config["moe_intermediate_size"] = moe.expert_ffn_size
+    if family.startswith("qwen"):
+        return config | {
+            "num_experts": moe.num_experts,
+            "decoder_sparse_step": model.moe_layer_period,
+            "mlp_only_layers": list(range(model.num_dense_layers)),
+            "shared_expert_intermediate_size": moe.shared_ffn_size,
+        }
+    method = "noaux_tc" if family == "deepseek_v3" else "greedy"
+    if family == "deepseek_v2" and moe.router.num_groups > 1:
+        method = "group_limited_greedy"
+    return config | {
+        "n_routed_experts": moe.num_experts,
+        "n_shared_experts": moe.shared_ffn_size // moe.expert_ffn_size,
+        "first_k_dense_replace": model.num_dense_layers,
+        "moe_layer_freq": model.moe_layer_period,
+        "n_group": moe.router.num_groups,
+        "topk_group": moe.router.top_groups,
+        "topk_method": method,
+        "scoring_func": moe.router.score_function,
+        "routed_scaling_factor": moe.router.scaling_factor,
+        "num_nextn_predict_layers": 0,
+    }
+
+
+_MLP = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+_MIXTRAL = {"gate": "w1", "up": "w3", "down": "w2"}
+_GQA = {
+    "query": "q_proj",
+    "key": "k_proj",
+    "value": "v_proj",
+    "output": "o_proj",
+    "query_norm": "q_norm",
+    "key_norm": "k_norm",
+}
+_MLA = {
+    "query_down": "q_a_proj",
+    "query_norm": "q_a_layernorm",
+    "query_up": "q_b_proj",
+    "key_value_down": "kv_a_proj_with_mqa",
+    "key_value_norm": "kv_a_layernorm",
+    "key_value_up": "kv_b_proj",
+    "output": "o_proj",
+}
+_TOP = {"embedding.weight": "model.embed_tokens.weight", "final_norm.weight": "model.norm.weight"}
+
+
+def hf_weight_name(name: str, model: ModelSpec, family: str) -> str:
+    """Hugging Face's name of the weight that moeplan calls ``name``. KeyError for one that the family has not."""
+    if name == "head.weight":
+        return "lm_head.weight"
+    if name in _TOP:
+        return _TOP[name]
+    found = re.fullmatch(r"layers\.(\d+)\.(.+)\.(weight|bias)", name)
+    if found is None:
+        raise KeyError(name)
+    layer, part, kind = found.groups()
+    return f"model.layers.{layer}.{_layer_part(part, model, family)}.{kind}"
+
+
+def _layer_part(part: str, model: ModelSpec, family: str) -> str:
+    if part in ("attention_norm", "mlp_norm"):
+        return "input_layernorm" if part == "attention_norm" else "post_attention_layernorm"
+    block, _, rest = part.partition(".")
+    if block == "attention":
+        attention = model.attention
+        if isinstance(attention, GqaAttention):
+            return f"self_attn.{_GQA[rest]}"
+        direct = rest == "query_up" and not attention.q_lora_rank
+        return "self_attn.q_proj" if direct else f"self_attn.{_MLA[rest]}"
+    if block == "mlp":
+        return f"mlp.{_MLP[rest]}"
+    experts = "block_sparse_moe" if family == "mixtral" else "mlp"
+    if block == "router":
+        return f"{experts}.gate"
+    if block == "experts":
+        number, matrix = rest.split(".")
+        return f"{experts}.experts.{number}.{(_MIXTRAL if family == 'mixtral' else _MLP)[matrix]}"
+    if block == "shared_gate":
+        return "mlp.shared_expert_gate"
+    if block == "shared_expert":
+        return f"mlp.{'shared_experts' if family.startswith('deepseek') else 'shared_expert'}.{_MLP[rest]}"
+    raise KeyError(part)

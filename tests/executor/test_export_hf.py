@@ -1,0 +1,125 @@
+"""Exported folders: what is in them at any folding, and that it computes what the executor computes."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from moeplan.errors import InvalidInputError
+from moeplan.executor.check import check_export
+from moeplan.executor.export_hf import export_hf, in_hf_layout
+from moeplan.executor.mesh import build_mesh
+from moeplan.executor.model import Transformer
+from moeplan.kernels.rotary import apply_rotary, rotary_tables
+from moeplan.model_spec import GqaAttention, MlaAttention, ModelSpec, Moe, Router
+from moeplan.plan import Plan
+from moeplan.presets import load_model
+from moeplan.run_config import RunConfig
+from tests.executor.cases import MLA_MODEL, tiny_plan
+from tests.executor.gloo_pool import GlooPool, gloo_pool
+
+QWEN = ModelSpec(
+    name="tiny-qwen",
+    num_layers=2,
+    hidden_size=32,
+    vocab_size=256,
+    dense_ffn_size=48,
+    num_dense_layers=1,
+    attention=GqaAttention(num_heads=4, num_kv_heads=2, head_dim=8, qk_norm=True),
+    moe=Moe(num_experts=4, top_k=2, expert_ffn_size=16),
+)
+DEEPSEEK = MLA_MODEL.model_copy(
+    update={
+        "activation": "swiglu",
+        "moe": Moe(
+            num_experts=8,
+            top_k=2,
+            expert_ffn_size=16,
+            shared_ffn_size=16,
+            router=Router(score_function="sigmoid", aux_loss="none", aux_loss_coeff=0, expert_bias=True),
+        ),
+    }
+)
+FOLDINGS = [{"tp": 2}, {"ep": 2}, {"tp": 2, "etp": 2}, {"pp": 2}]
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GlooPool]:
+    with gloo_pool(2, tmp_path_factory.mktemp("gloo")) as pool:
+        yield pool
+
+
+def export(rank: int, plan: Plan, folder: str) -> None:
+    mesh = build_mesh(plan.folding, rank)
+    model = Transformer(plan, mesh, 7, torch.device("cpu"))
+    export_hf(plan, mesh, model, Path(folder), max_file_bytes=20_000)
+
+
+def read(folder: Path) -> dict[str, Tensor]:
+    """Weights by the folder's own index."""
+    from safetensors.torch import load_file
+
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    files = {name: load_file(folder / name) for name in set(index["weight_map"].values())}
+    weights = {name: files[file][name] for name, file in index["weight_map"].items()}
+    assert sum(len(file) for file in files.values()) == len(weights)
+    assert index["metadata"]["total_size"] == sum(weight.nbytes for weight in weights.values())
+    return weights
+
+
+@pytest.mark.parametrize("model", [QWEN, DEEPSEEK], ids=["qwen", "deepseek"])
+def test_every_folding_exports_the_same_files(model: ModelSpec, pool: GlooPool, tmp_path: Path) -> None:
+    export(0, tiny_plan(model, 1, precision="fp32"), str(tmp_path / "one"))
+    expected = read(tmp_path / "one")
+    assert load_model(str(tmp_path / "one")).attention == model.attention
+    has_bias = model.moe is not None and model.moe.router.expert_bias
+    for number, folding in enumerate(FOLDINGS[:-1] if has_bias else FOLDINGS):
+        folder = tmp_path / str(number)
+        pool.run(export, tiny_plan(model, 2, precision="fp32", **folding), str(folder))
+        got = read(folder)
+        assert got.keys() == expected.keys()
+        for name, weight in got.items():
+            torch.testing.assert_close(weight, expected[name], rtol=0, atol=0, msg=name)
+        assert (folder / "config.json").read_text() == (tmp_path / "one" / "config.json").read_text()
+
+
+def test_experts_are_transposed_and_files_are_small(tmp_path: Path) -> None:
+    export(0, tiny_plan(QWEN, 1, precision="fp32"), str(tmp_path))
+    weights = read(tmp_path)
+    assert weights["model.layers.1.mlp.experts.3.gate_proj.weight"].shape == (16, 32)
+    assert weights["model.layers.1.mlp.experts.3.down_proj.weight"].shape == (32, 16)
+    files = sorted(path.name for path in tmp_path.glob("*.safetensors"))
+    assert len(files) > 2
+    assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+
+
+def test_rotary_channels_of_deepseek_are_paired() -> None:
+    spec = DEEPSEEK.attention
+    assert isinstance(spec, MlaAttention)
+    rope, rank = spec.qk_rope_head_dim, spec.kv_lora_rank
+    generator = torch.Generator().manual_seed(0)
+    down, x = torch.randn(rank + rope, 32, generator=generator), torch.randn(1, 3, 32, generator=generator)
+    cos, sin = rotary_tables(torch.arange(3), rope, 1e4)
+    ours = apply_rotary((x @ down.t())[:, :, None, rank:], cos, sin)
+    exported = in_hf_layout("layers.0.attention.key_value_down.weight", down, DEEPSEEK)
+    theirs = (x @ exported.t())[:, :, None, rank:].unflatten(-1, (-1, 2))  # pairs, turned as complex numbers
+    turned = torch.view_as_complex(theirs) * torch.complex(cos, sin)[None, :, None]
+    torch.testing.assert_close(ours, torch.cat([turned.real, turned.imag], -1))
+    torch.testing.assert_close(exported[:rank], down[:rank])
+
+
+def test_what_cannot_be_exported_is_refused_before_the_run(tmp_path: Path) -> None:
+    run = RunConfig(export_hf=str(tmp_path / "out"))
+    check_export(tiny_plan(QWEN, 1), run)
+    check_export(tiny_plan(MLA_MODEL.model_copy(update={"activation": "gelu"}), 1), RunConfig())
+    with pytest.raises(InvalidInputError, match="no Hugging Face family holds"):
+        check_export(tiny_plan(MLA_MODEL.model_copy(update={"activation": "gelu"}), 1), run)
+    with pytest.raises(InvalidInputError, match="pp 2 with expert biases, allowed: pp 1"):
+        check_export(tiny_plan(DEEPSEEK, 2, pp=2), run)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "old").touch()
+    with pytest.raises(InvalidInputError, match="exists and is not an empty folder"):
+        check_export(tiny_plan(QWEN, 1), run)
