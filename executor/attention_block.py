@@ -1,6 +1,6 @@
 """Attention of some queries to some keys that can be merged with others: its output, log-sum-exp and gradients.
 
-Half precision on a GPU takes torch's flash kernels; everything else multiplies the scores out.
+Half precision on a GPU takes torch's flash kernels; everything else multiplies the scores out, in fp32 at least.
 
 Shapes: B sequences, Q queries, K keys, N heads and M key-value heads (N a multiple of M), D width of a head.
 """
@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from moeplan.executor.dtypes import at_least_fp32
+
 Gradients = tuple[Tensor, Tensor, Tensor]
 
 
@@ -18,6 +20,7 @@ def block_forward(q_BNQD: Tensor, k_BMKD: Tensor, v_BMKD: Tensor, *, causal: boo
     """Attention to these keys alone, and the log [B, N, Q] of its denominators. ``causal``: query i sees keys to i."""
     k_BNKD, v_BNKD = (_for_all_heads(x, q_BNQD.shape[1]) for x in (k_BMKD, v_BMKD))
     if not _has_flash(q_BNQD):
+        q_BNQD, k_BNKD, v_BNKD = (x.to(at_least_fp32(x.dtype)) for x in (q_BNQD, k_BNKD, v_BNKD))
         scores_BNQK = _scores(q_BNQD, k_BNKD, causal=causal)
         lse_BNQ = scores_BNQK.logsumexp(-1)
         return (scores_BNQK - lse_BNQ[..., None]).exp() @ v_BNKD, lse_BNQ
@@ -45,7 +48,7 @@ def block_backward(
 def _plain_backward(
     grad_BNQD: Tensor, inputs: tuple[Tensor, Tensor, Tensor], out_BNQD: Tensor, lse_BNQ: Tensor, *, causal: bool
 ) -> Gradients:
-    q_BNQD, k_BNKD, v_BNKD = inputs
+    grad_BNQD, q_BNQD, k_BNKD, v_BNKD = (x.to(lse_BNQ.dtype) for x in (grad_BNQD, *inputs))
     probs_BNQK = (_scores(q_BNQD, k_BNKD, causal=causal) - lse_BNQ[..., None]).exp()
     rest_BNQ1 = (grad_BNQD * out_BNQD).sum(-1, keepdim=True)
     grad_scores = probs_BNQK * (grad_BNQD @ v_BNKD.transpose(2, 3) - rest_BNQ1) / math.sqrt(q_BNQD.shape[3])

@@ -43,11 +43,18 @@ def test_blocks_on_a_cpu(v_width: int) -> None:
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
 
 
+def assert_near(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
+    """8 bits of mantissa in inputs, probabilities and outputs: 1 % of the largest value."""
+    for part, whole in zip(got, expected, strict=True):
+        torch.testing.assert_close(part.double(), whole, rtol=0, atol=0.01 * float(whole.abs().max()))
+
+
+def test_blocks_in_bf16_on_a_cpu() -> None:
+    assert_near(*two_blocks("cpu", torch.bfloat16, 24))
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
 @pytest.mark.parametrize("v_width", [32, 24])
 def test_flash_blocks_on_a_gpu(v_width: int) -> None:
-    got, expected = two_blocks("cuda", torch.bfloat16, v_width)
-    for part, whole in zip(got, expected, strict=True):
-        # 8 bits of mantissa in inputs, probabilities and outputs: 1 % of the largest value.
-        torch.testing.assert_close(part.double(), whole, rtol=0, atol=0.01 * float(whole.abs().max()))
+    assert_near(*two_blocks("cuda", torch.bfloat16, v_width))
