@@ -32,13 +32,14 @@ class GlooPool:
 
 
 @contextmanager
-def gloo_pool(world_size: int, folder: Path) -> Iterator[GlooPool]:
-    """A running pool; ``folder`` holds the file by which its ranks find each other."""
+def gloo_pool(world_size: int, folder: Path, backend: str = "gloo") -> Iterator[GlooPool]:
+    """A running pool; ``folder`` holds the file by which its ranks find each other. ``nccl``: a GPU for each rank."""
     context = multiprocessing.get_context("spawn")
     connections, processes = [], []
     for rank in range(world_size):
         ours, theirs = context.Pipe()
-        process = context.Process(target=_serve, args=(rank, world_size, str(folder / "store"), theirs), daemon=True)
+        arguments = (rank, world_size, str(folder / "store"), theirs, backend)
+        process = context.Process(target=_serve, args=arguments, daemon=True)
         process.start()
         theirs.close()
         connections.append(ours)
@@ -55,13 +56,16 @@ def gloo_pool(world_size: int, folder: Path) -> Iterator[GlooPool]:
                 process.join()
 
 
-def _serve(rank: int, world_size: int, store: str, connection: Connection) -> None:
+def _serve(rank: int, world_size: int, store: str, connection: Connection, backend: str) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+    device = torch.device("cuda", rank) if backend == "nccl" else None
+    if device is not None:
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world_size, device_id=device)
     while (request := connection.recv()) is not None:
         function, arguments = request
         try:
