@@ -123,3 +123,42 @@ def test_what_cannot_be_exported_is_refused_before_the_run(tmp_path: Path) -> No
     (tmp_path / "out" / "old").touch()
     with pytest.raises(InvalidInputError, match="exists and is not an empty folder"):
         check_export(tiny_plan(QWEN, 1), run)
+
+
+MIXTRAL = QWEN.model_copy(
+    update={
+        "num_dense_layers": 0,
+        "dense_ffn_size": 0,
+        "attention": GqaAttention(num_heads=4, num_kv_heads=2, head_dim=8),
+    }
+)
+LLAMA = MIXTRAL.model_copy(update={"moe": None, "dense_ffn_size": 48})
+DEEPSEEK_V2 = DEEPSEEK.model_copy(
+    update={
+        "moe": Moe(num_experts=8, top_k=2, expert_ffn_size=16, shared_ffn_size=16, router=Router(normalize_top_k=False))
+    }
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [QWEN, MIXTRAL, LLAMA, DEEPSEEK, DEEPSEEK_V2], ids=lambda model: str(model.name))
+def test_transformers_computes_the_same_loss(model: ModelSpec, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    plan = tiny_plan(model, 1, precision="fp32")
+    mesh = build_mesh(plan.folding, 0)
+    ours = Transformer(plan, mesh, 7, torch.device("cpu"))
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for entry in ours.table.entries:
+            entry.parameter.add_(torch.randn(entry.parameter.shape, generator=generator) * 0.1)
+        for router in ours.routers():
+            if router.bias_E is not None:
+                router.bias_E.copy_(torch.randn(router.bias_E.shape, generator=generator) * 0.1)
+    export_hf(plan, mesh, ours, tmp_path)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    ids = torch.randint(0, 256, (2, plan.seq_len + 1), generator=generator)
+    with torch.no_grad():
+        loss = ours(ids[:, :-1].flatten(), ids[:, 1:].flatten()) / (2 * plan.seq_len)
+        logits = theirs(ids[:, :-1]).logits
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
