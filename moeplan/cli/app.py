@@ -100,13 +100,25 @@ def predict(  # noqa: PLR0917 - typer: one parameter per option
 
 
 @app.command()
-def explain(
+def explain(  # noqa: PLR0917 - typer: one parameter per option
     plan: PlanFile,
     ablate: Annotated[bool, typer.Option("--ablate", help="Leave out one technique at a time.")] = False,
     hardware: Annotated[str, typer.Option("--hardware", help="Use this profile instead of the plan's.")] = "",
+    dynamic_cp: Annotated[
+        Path | None,
+        typer.Option("--dynamic-cp", help="Compare a cp for each pack of these documents, a length a line."),
+    ] = None,
+    max_tokens_per_rank: Annotated[
+        int | None, typer.Option("--max-tokens-per-rank", min=1, help="With --dynamic-cp: what memory holds.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Show why a plan is as it is: what each changed axis would do to step time and memory."""
+    if dynamic_cp is not None:
+        from moeplan.cli.dynamic_cp import run_dynamic_cp
+
+        run_dynamic_cp(plan, dynamic_cp, hardware, max_tokens_per_rank, as_json=as_json)
+        return
     from moeplan.cli.explain import run_explain
 
     run_explain(plan, hardware, ablate=ablate, as_json=as_json)

@@ -1,0 +1,130 @@
+"""Seconds of packed documents on a context-parallel group of any size, from the simulator's costs."""
+
+from dataclasses import dataclass, field, replace
+
+from moeplan.errors import InvalidInputError
+from moeplan.hwprofiles.schema import HardwareProfile
+from moeplan.plan import Plan
+from moeplan.simulator.attention_ops import attention_core, key_ring
+from moeplan.simulator.backward_ops import backward_ops
+from moeplan.simulator.costs import cost
+from moeplan.simulator.layer_builder import LayerBuilder
+from moeplan.simulator.op import Op
+from moeplan.simulator.op_shapes import OpShape, Part
+from moeplan.simulator.rank_groups import block_size, group_placement
+from moeplan.simulator.stack import SoftwareStack
+from moeplan.simulator.step_model import step_model
+
+
+@dataclass(frozen=True, slots=True)
+class _Linear:
+    """Everything but attention: seconds of a micro-batch = ``fixed_s`` + ``token_s`` x tokens of a rank."""
+
+    fixed_s: float
+    token_s: float
+
+
+@dataclass(eq=False)
+class PackCosts:
+    """Forward and backward of one micro-batch on the slowest pipeline rank of a plan. Keeps what it has costed.
+
+    Attention of documents adds up; keys and values of a pack pass in one ring, beside it (report section 6).
+    """
+
+    plan: Plan
+    profile: HardwareProfile
+    stack: SoftwareStack
+    _attention: dict[tuple[int, int], float] = field(default_factory=dict)
+    _rings: dict[tuple[int, int], float] = field(default_factory=dict)
+    _layers: dict[Part, int] = field(init=False)
+    _linear: _Linear = field(init=False)
+
+    def __post_init__(self) -> None:
+        if self.plan.cp_comm != "p2p":
+            raise InvalidInputError(
+                f"cp_comm: got {self.plan.cp_comm}, allowed with dynamic context parallelism: p2p",
+                "groups of every size pass keys and values in a ring; leave cp_comm out",
+            )
+        self._layers = {}
+        self._linear = self._linear_costs()
+
+    def attention_s(self, length: int, num_ranks: int) -> float:
+        """Attention of one document, on each of the ranks that share it; padded to two chunks a rank."""
+        pieces = 2 * num_ranks if num_ranks > 1 else 1
+        padded = -(-length // pieces) * pieces
+        key = (padded, num_ranks)
+        if key not in self._attention:
+            build = self._builder(padded, num_ranks)
+            self._attention[key] = sum(
+                count * self._both_ways_s(build, attention_core(build, part.layer))
+                for part, count in self._layers.items()
+            )
+        return self._attention[key]
+
+    def pack_s(self, num_tokens: int, attention_s: float, num_ranks: int) -> float:
+        """A pack whose documents take ``attention_s`` in all, shared by ``num_ranks`` ranks."""
+        linear_s = self._linear.fixed_s + self._linear.token_s * num_tokens / num_ranks
+        if num_ranks == 1:
+            return linear_s + attention_s
+        ring_s, last_s = self._ring_s(num_tokens, num_ranks), attention_s / num_ranks
+        if not self.stack.time.hides_cp:
+            return linear_s + attention_s + ring_s
+        return linear_s + max(attention_s - last_s, ring_s) + last_s
+
+    def work_s(self, length: int) -> float:
+        """Rank-seconds of one document on its own rank, what every pack costs left out."""
+        return self._linear.token_s * length + self.attention_s(length, 1)
+
+    @property
+    def fixed_s(self) -> float:
+        """What every micro-batch costs, however few its tokens."""
+        return self._linear.fixed_s
+
+    def _ring_s(self, num_tokens: int, num_ranks: int) -> float:
+        local = -(-num_tokens // num_ranks)
+        if (local, num_ranks) not in self._rings:
+            build = self._builder(local * num_ranks, num_ranks)
+            one_s = self._both_ways_s(build, replace(key_ring(build, "rope"), after=None))
+            self._rings[local, num_ranks] = one_s * sum(self._layers.values())
+        return self._rings[local, num_ranks]
+
+    def _both_ways_s(self, build: LayerBuilder, op: Op) -> float:
+        ops = [op, *backward_ops([op], build.shape, self.stack.time)]
+        return sum(cost(one, self.profile).seconds for one in ops)
+
+    def _builder(self, num_tokens: int, num_ranks: int) -> LayerBuilder:
+        plan, world = self.plan, self.plan.num_gpus
+        block = block_size(world, int(self.profile.scale_up_domain_gpus.value))
+        shape = replace(
+            OpShape.of(plan.point, self.stack, self.profile),
+            mbs=1,
+            seq_len=num_tokens,
+            cp=num_ranks,
+            packed_lengths=(),
+            cp_ring_group=group_placement(world, num_ranks, plan.tp, block),
+        )
+        return LayerBuilder(plan.model, shape, self.stack)
+
+    def _linear_costs(self) -> _Linear:
+        """From two sizes of a micro-batch without context parallelism, on the same ranks."""
+        plan, model = self.plan, step_model(self.plan.model, self.stack, self.profile)
+        tokens = plan.mbs * plan.seq_len // plan.cp
+        batch = plan.num_micro_batches * plan.dp * plan.cp
+        points = [
+            replace(plan.point, cp=1, mbs=1, seq_len=size, global_batch_size=batch, packed_lengths=())
+            for size in (tokens, 2 * tokens)
+        ]
+        small, large = (
+            (time.forward_s + time.backward_s).reshape(plan.vp, plan.pp).sum(axis=0)
+            for time in model.step_times(points)
+        )
+        rank = int(large.argmax())
+        for stage in model.stage_parts(plan.layout)[rank :: plan.pp]:
+            for part, count in stage.items():
+                if part.kind in ("dense", "moe"):
+                    self._layers[part] = self._layers.get(part, 0) + count
+        rest = [
+            float(seconds[rank]) - self.attention_s(size, 1) for seconds, size in ((small, tokens), (large, 2 * tokens))
+        ]
+        token_s = (rest[1] - rest[0]) / tokens
+        return _Linear(max(0.0, rest[0] - token_s * tokens), token_s)
