@@ -106,11 +106,7 @@ class Pipeline:
                 self._forward(stage, step.micro_batch, micro_batch)
             else:
                 self._backward(stage, step.micro_batch)
-        with scope("pp_comm"):
-            for _, works in self._sending:
-                for work in works:
-                    work.wait()
-        self._sending.clear()
+        self._finish_sending()
         return self._loss_P
 
     @torch.no_grad()
@@ -122,13 +118,17 @@ class Pipeline:
         for step in self._order(self.rank):
             if step.kind == "F":
                 self._forward(step.chunk * self.plan.pp + self.rank, step.micro_batch, micro_batch)
-        for _, works in self._sending:
-            for work in works:
-                work.wait()
-        self._sending.clear()
+        self._finish_sending()
         self._running.clear()
         self._batches.clear()
         return self._loss_P
+
+    def _finish_sending(self) -> None:
+        for _, works in self._sending:
+            with scope("pp_comm"):
+                for work in works:
+                    work.wait()
+        self._sending.clear()
 
     def _forward(self, stage: int, index: int, micro_batch: Callable[[int], MicroBatch]) -> None:
         if index not in self._batches:

@@ -73,6 +73,7 @@ class Trainer:
         self.checkpoints = Checkpointer(plan, run, mesh, self.model, self.optimizer) if run.save_folder else None
         self.first_step = 0
         self.stop_requested = False  # set by a signal, at any time
+        self.is_stopping = False  # all ranks know of it and save their state
 
     def resume(self) -> None:
         """Take the latest checkpoint of the run's folder, whatever folding wrote it."""
@@ -173,7 +174,7 @@ def _timed_step(trainer: Trainer, number: int, timer: StepTimer, record: Trainin
             f"step {number + 1}/{trainer.run.steps}  loss {result.loss:.4f}  grad norm {result.grad_norm:.3f}  "
             f"{trainer.plan.tokens_per_step / step_s:.0f} tokens/s  {step_s * 1000:.0f} ms"
         )
-    checkpoints = trainer.checkpoints
+    checkpoints, trainer.is_stopping = trainer.checkpoints, result.stop
     if checkpoints is not None and (result.stop or checkpoints.is_due(number + 1)):
         checkpoints.save(number + 1)
     if result.stop:

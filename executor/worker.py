@@ -127,11 +127,15 @@ def _start_processes(device: torch.device) -> None:
 
 
 def _stop_at_sigterm(trainer: Trainer) -> None:
-    """Let SIGTERM end the run after the step under way, with its state saved; without progress it ends this process."""
+    """Let SIGTERM end the run after the step under way, with its state saved; a step without end ends this process."""
+
+    def end() -> None:
+        if not trainer.is_stopping:
+            os._exit(1)
 
     def stop(_number: int, _frame: FrameType | None) -> None:
         trainer.stop_requested = True
-        timer = threading.Timer(_STOP_PATIENCE_S, os._exit, (1,))
+        timer = threading.Timer(_STOP_PATIENCE_S, end)
         timer.daemon = True
         timer.start()
 
