@@ -122,13 +122,17 @@ def _sizes(row: PublishedRow) -> dict[str, int]:
 
 
 def _layout(row: PublishedRow, model: ModelSpec, sizes: dict[str, int]) -> dict[str, str]:
-    """The layout string; else layers and MTP depths spread evenly, where they divide; else balanced by rule."""
+    """The layout string; else layers spread evenly, where they divide; else balanced by rule, as always with MTP.
+
+    Counting embedding and loss as layers leaves MTP depths on the last stage, so recipes with them write a layout.
+    """
     written, num_stages = row.text("pipeline_layout"), sizes["pp"] * sizes["vp"]
     if re.fullmatch(r"[EtmL|()*0-9\s,]+", written):
         return {"layout": written}
-    layers = "t" * model.num_layers + "m" * model.num_mtp_layers
+    layers = "t" * model.num_layers
     # Megatron can count embedding and loss as layers; recipes do where that divides and the layers alone do not.
-    for parts, first, last in ((layers, "E", "L"), (f"E{layers}L", "", "")):
+    even = () if model.num_mtp_layers else ((layers, "E", "L"), (f"E{layers}L", "", ""))
+    for parts, first, last in even:
         size, rest = divmod(len(parts), num_stages)
         if not rest:
             return {"layout": first + "|".join(parts[at : at + size] for at in range(0, len(parts), size)) + last}
