@@ -121,7 +121,7 @@ def test_memory_tensor_by_tensor_is_table_3_of_the_report(cli: Cli, plan_file: P
 
     def gib(*categories: str) -> float:
         chosen = (item for item in items if item["category"] in categories and item["component"] in scope)
-        return sum(item["size_bytes"] for item in chosen) / 2**30
+        return float(sum(item["size_bytes"] for item in chosen)) / 2**30
 
     assert gib("weights", "gradients") == pytest.approx(36.4, abs=0.05)
     assert gib("optimizer") == pytest.approx(32.15, abs=0.05)
