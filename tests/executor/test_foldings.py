@@ -35,6 +35,8 @@ REST: dict[str, tuple[int, str, dict[str, Any]]] = {
     "tp2 dp2, etp4": (4, "gqa", {"tp": 2, "etp": 4}),
     "tp2 dp2, etp2 ep2": (4, "mla", {"tp": 2, "etp": 2, "ep": 2}),
     "cp4, ep4, two sequences": (4, "mla", {"cp": 4, "ep": 4, "mbs": 2}),
+    "cp4 alone, gathered": (4, "mla", {"cp": 4, "cp_comm": "all_gather"}),
+    "cp2 tp2, heads split": (4, "gqa", {"cp": 2, "tp": 2, "cp_comm": "a2a", "ep": 2}),
     "pp2 dp2, states replicated": (4, "mla", {"pp": 2, "sharding": "none", "ep": 2}),
     "cp2 tp2, full recompute": (4, "gqa", {"cp": 2, "tp": 2, "ep": 2, "recompute": ("full",)}),
     "tp2 cp2 dp2, etp2 ep4": (8, "gqa", {"tp": 2, "cp": 2, "etp": 2, "ep": 4}),
