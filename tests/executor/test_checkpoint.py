@@ -123,6 +123,15 @@ def test_bf16_goes_on_bit_by_bit(tmp_path: Path) -> None:
     assert [again.step(number) for number in range(SAVED_AFTER, STEPS)] == expected
 
 
+def test_another_precision_goes_on(tmp_path: Path) -> None:
+    run = save_alone(tmp_path)
+    for precision, tolerance in (("fp32", 1e-4), ("bf16", 0.03)):
+        trainer = build_trainer(0, tiny_plan(GQA, 1, precision=precision), run)
+        assert trainer.checkpoints is not None
+        losses = [trainer.step(number).loss for number in range(trainer.checkpoints.load(), STEPS)]
+        torch.testing.assert_close(losses, alone("gqa").losses[SAVED_AFTER:], rtol=0, atol=tolerance)
+
+
 def test_a_new_save_leaves_the_one_before_it(tmp_path: Path) -> None:
     (tmp_path / ".saving-step-00000001").mkdir(parents=True)
     save_alone(tmp_path)
