@@ -204,6 +204,9 @@ class HardwareProfile(Record):
     price_usd_per_gpu_hour: Sourced | None = None
     mtbf_gpu_hours: Sourced | None = None
     host_memory_bytes_per_gpu: Sourced | None = None
+    host_memory_bytes_per_s_per_gpu: Positive | None = Field(
+        default=None, description="peak of host memory over the GPUs of a host; None: no more than the host link"
+    )
     gemm: tuple[GemmCurve, ...] = ()
     grouped_gemm: tuple[GroupedGemmCurve, ...] = ()
     attention: tuple[AttentionCurve, ...] = ()

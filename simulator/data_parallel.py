@@ -13,6 +13,7 @@ from moeplan.hwprofiles.schema import HardwareProfile
 from moeplan.model_spec import ModelSpec
 from moeplan.point import Point
 from moeplan.simulator.collectives import collective_cost
+from moeplan.simulator.offload import host_adam_s, states_back_s
 from moeplan.simulator.op import Cost
 from moeplan.simulator.placement import rank_parameters
 from moeplan.simulator.rank_groups import rank_groups
@@ -35,7 +36,10 @@ class StepEnds:
 
 
 def step_ends(model: ModelSpec, point: Point, stack: StackTime, profile: HardwareProfile) -> tuple[StepEnds, ...]:
-    """For every pipeline rank. Adam reads gradient, main weight and moments and writes the latter two and the copy."""
+    """For every pipeline rank. Adam reads gradient, main weight and moments and writes the latter two and the copy.
+
+    On the host, a part of it takes what :func:`host_adam_s` says; states that waited there come back first.
+    """
     groups = rank_groups(point, profile)
     precision = PRECISIONS[point.precision]
     grad_bytes, moment_bytes = DTYPE_BYTES[point.grad_dtype], DTYPE_BYTES[point.moment_dtype]
@@ -47,10 +51,12 @@ def step_ends(model: ModelSpec, point: Point, stack: StackTime, profile: Hardwar
     num_gathers, num_reductions = (
         (2 * point.num_micro_batches, point.num_micro_batches) if point.sharding == "full" else (1, 1)
     )
+    state_bytes = main_bytes + 2 * moment_bytes
+    on_host_frac = point.optimizer_cpu_frac
     bandwidth = profile.hbm_bytes_per_s.value * stack.optimizer_efficiency_frac.value
     ends = []
     for parameters in rank_parameters(model, point.layout, point.pp, tp=point.tp, etp=point.etp, ep=point.ep):
-        reduce_s = gather_s = moved = 0.0
+        reduce_s = gather_s = moved = host_s = 0.0
         costs: list[Cost] = []
         for is_expert, group in ((False, groups.dp_cp), (True, groups.edp)):
             held = sum(one.num_elements for one in parameters if one.is_expert == is_expert)
@@ -67,9 +73,12 @@ def step_ends(model: ModelSpec, point: Point, stack: StackTime, profile: Hardwar
             own = held / group.num_ranks if is_sharded else held
             # Adam, the gradient norm's read, zeroing the main gradients, and requantizing weights once a step.
             requantize = quantized * (precision.param_bytes + precision.quantized_weight_bytes)
-            moved += own * (update_bytes + grad_bytes) + held * grad_bytes
+            moved += own * (update_bytes * (1 - on_host_frac) + grad_bytes) + held * grad_bytes
+            host_s += host_adam_s(own * on_host_frac, profile)
+            if point.offload_optimizer_states:
+                host_s += states_back_s(own * state_bytes, profile)
             moved += requantize if precision.quantized_weight_bytes else 0.0
-        ends.append(StepEnds(reduce_s, gather_s, moved / bandwidth, tuple(costs)))
+        ends.append(StepEnds(reduce_s, gather_s, moved / bandwidth + host_s, tuple(costs)))
     return tuple(ends)
 
 

@@ -14,21 +14,45 @@ from moeplan.vocabulary import RecomputeModule
 UNFUSED_PERMUTE_KERNELS, UNFUSED_ROUTER_FACTOR = 10, 72 / 31
 
 
-def _shared_expert(build: LayerBuilder, moe: Moe) -> list[Op]:
+def _shared_expert(build: LayerBuilder, moe: Moe) -> tuple[list[Op], list[Op]]:
+    """Ops of the shared expert up to its second matrix, and the rest."""
     if not moe.shared_ffn_size:
-        return []
+        return [], []
     model, shape = build.model, build.shape
     hidden, tokens = model.hidden_size, shape.gathered_tokens
     width, gates = moe.shared_ffn_size / shape.tp, model.mlp_matrices - 1
     modules: tuple[RecomputeModule, ...] = ("shared_experts", "moe")
-    return [
+    first = [
         *build.tp_collective("all_gather", "shared_all_gather", hidden, "router"),
         *build.quantize("shared.quantize", tokens * (hidden + width), "elementwise", "before", "router"),
         build.gemm("shared_fc1", (tokens, gates * width, hidden), scope="router", modules=modules),
         build.memory("shared_act", (gates + 1) * tokens * width, ACTIVATION_BACKWARD, scope="router", modules=modules),
+    ]
+    second = [
         build.gemm("shared_fc2", (tokens, hidden, width), scope="router", modules=modules),
         *build.tp_collective("reduce_scatter", "shared_reduce_scatter", hidden, "router"),
     ]
+    return first, second
+
+
+def _beside_exchanges(
+    shared: tuple[list[Op], list[Op]], to_experts: list[Op], experts: list[Op], from_experts: list[Op]
+) -> list[Op]:
+    """The shared expert on its own stream: its first part beside the dispatch, the second beside the combine.
+
+    Report section 2.6. Ops wait for their own chain instead of the op before them; graphs do not hold them then.
+    """
+    dispatch = next(at for at, op in enumerate(to_experts) if op.kind == "exchange")
+    combine = next(at for at, op in enumerate(from_experts) if op.kind == "exchange")
+    before, after = to_experts[:dispatch], from_experts[combine:]
+    first, second = ([replace(op, scope="moe") for op in part] for part in shared)
+    first[0] = replace(first[0], after=("router",))
+    second[0] = replace(second[0], after=(first[-1].name,))
+    waited_for = before[-1].name if before else "router"
+    inside = [replace(to_experts[dispatch], after=(waited_for,)), *to_experts[dispatch + 1 :], *experts]
+    inside += from_experts[:combine]
+    after[0] = replace(after[0], after=(inside[-1].name,))
+    return [*before, *first, *inside, *second, *after]
 
 
 def moe_ops(build: LayerBuilder, moe: Moe) -> list[Op]:
@@ -47,15 +71,19 @@ def moe_ops(build: LayerBuilder, moe: Moe) -> list[Op]:
         scope="router",
         modules=frozenset(("moe",)),
     )
+    shared, routed = (
+        _shared_expert(build, moe),
+        (_to_experts(build, moe), _experts(build, moe), _from_experts(build, moe)),
+    )
+    overlaps = shape.shared_expert_overlap and shape.ep > 1 and bool(shared[0])
+    ends = (routed[2][-1].name, shared[1][-1].name) if overlaps else None
     return [
         build.memory("pre_mlp_norm", 2 * own * hidden, NORM_BACKWARD, scope="router", modules=("layernorm",)),
-        *_shared_expert(build, moe),
+        *([] if overlaps else [*shared[0], *shared[1]]),
         build.gemm("router_proj", (own, moe.num_experts, hidden), "router", plain=True, scope="router"),
         router_kernels,
-        *_to_experts(build, moe),
-        *_experts(build, moe),
-        *_from_experts(build, moe),
-        build.memory("moe_residual", 3 * own * hidden, 1 / 3, segment="after", scope="moe"),
+        *(_beside_exchanges(shared, *routed) if overlaps else [*routed[0], *routed[1], *routed[2]]),
+        build.memory("moe_residual", 3 * own * hidden, 1 / 3, segment="after", scope="moe", after=ends),
     ]
 
 

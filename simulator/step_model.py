@@ -19,6 +19,7 @@ from moeplan.simulator.collectives import collective_cost
 from moeplan.simulator.data_parallel import StepEnds, exposed_seconds, step_ends
 from moeplan.simulator.graph import FAMILY_INDEX, Array, PhaseTime, phase_time
 from moeplan.simulator.layer_ops import forward_ops
+from moeplan.simulator.offload import stage_offloaded_bytes, transfer_seconds
 from moeplan.simulator.op_shapes import OpShape, Part
 from moeplan.simulator.overlap import dispatch_sm_frac, paired_frac, paired_saving
 from moeplan.simulator.rank_groups import rank_groups
@@ -142,6 +143,7 @@ class StepModel:
         key = (
             *(point.num_gpus, point.layout, point.tp, point.cp, point.pp, point.etp, point.ep),
             *(point.precision, point.sharding, point.grad_dtype, point.moment_dtype, point.fp8_primary_weights),
+            *(point.offload_optimizer_states, point.optimizer_cpu_frac),
             point.num_micro_batches if point.sharding == "full" else 0,
         )
         if key not in self._ends:
@@ -160,13 +162,18 @@ class StepModel:
         exposed = counts @ np.array([one.forward.exposed_s + one.backward.exposed_s for one in times])
         savings = np.array([self.saved_s(part, shape, point) for part in parts])
         saved = counts @ savings * self._paired(point)[:, None]
+        sent = stage_offloaded_bytes(self.model, point, self.stack, stages)
         # Hosts do not run alike; where one graph is the iteration they hardly matter.
         jitter_frac = 0.0 if shape.is_device_driven else self.stack.time.jitter_frac.value
         slowest = 1 + jitter_frac * log2(point.num_gpus)
         left = 1 - saved.sum(axis=1) / np.maximum(forward + backward, 1e-12)  # a stage may be empty
         forward, backward = forward * left * slowest, backward * left * slowest
+        to_host, back = (transfer_seconds(sent, busy, self.profile) for busy in (forward, backward))
+        forward, backward = forward + to_host, backward + back
         exposed[:, [DISPATCH, HOST]] -= saved
         exposed, total = exposed * slowest, total * slowest
+        exposed[:, HOST] += to_host + back
+        total[:, HOST] += to_host + back
         tokens = point.tokens_per_rank
         message = tokens * self.model.hidden_size * shape.element_bytes
         send = collective_cost("send_recv", message, rank_groups(point, self.profile).pp, self.profile)
