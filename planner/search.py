@@ -199,4 +199,6 @@ def short_form(point: Point) -> str:
     degrees = " ".join(f"{axis}{getattr(point, axis)}" for axis in axes if getattr(point, axis) > 1) or "one GPU"
     dispatcher = point.flex_backend if point.dispatcher == "flex" else point.dispatcher
     recompute = "+".join(point.recompute) or "none"
+    if point.cp_comm != "p2p":
+        degrees += f" {point.cp_comm}"
     return f"{degrees} mbs{point.mbs} {point.precision} {dispatcher} recompute {recompute}"

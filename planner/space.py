@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain, combinations, product
+from math import gcd
 from typing import Any
 
 from moeplan.errors import InvalidInputError
@@ -14,6 +15,7 @@ from moeplan.model_spec import MlaAttention, ModelSpec
 from moeplan.plan import Plan
 from moeplan.planner.request import SearchRequest
 from moeplan.point import Point
+from moeplan.simulator.rank_groups import block_size
 from moeplan.simulator.stack import SoftwareStack
 from moeplan.vocabulary import PrecisionName, RecomputeModule
 
@@ -207,10 +209,26 @@ def families(request: SearchRequest, space: Space, tally: Tally) -> Iterator[lis
             if problem:
                 tally.add("mesh", problem)
                 continue
+            kinds = cp_kinds(request, tp, cp)
             for vp in space.vp or vp_values(request.model, pp):
-                for precision, dispatcher in product(space.precision, space.dispatcher):
-                    chosen = degrees | {"vp": vp, "precision": precision} | dispatch_fields(dispatcher)
+                for kind, precision, dispatcher in product(kinds, space.precision, space.dispatcher):
+                    chosen = degrees | kind | {"vp": vp, "precision": precision} | dispatch_fields(dispatcher)
                     yield list(_legal(request, space, chosen, tally))
+
+
+def cp_kinds(request: SearchRequest, tp: int, cp: int) -> list[dict[str, Any]]:
+    """Plan fields of the kinds of context parallelism to try: the default, or what ``--fix`` says.
+
+    Where a ring would leave the scale-up domain, also heads split inside it: all ranks that fit and divide the heads
+    (report section 6: a2a and tp inside a node, p2p across).
+    """
+    attention = request.model.attention
+    inside = block_size(request.num_gpus, int(request.profile.scale_up_domain_gpus.value)) // tp
+    if inside >= cp or "cp_comm" in request.fixed or "a2a+p2p" not in request.stack.cp_comm:
+        return [{}]
+    shared = gcd(cp, attention.num_heads // tp, attention.num_kv_heads // tp)
+    size = max(divisors(shared, inside), default=1)
+    return [{}, {"cp_comm": "a2a+p2p", "cp_a2a_size": size}] if size > 1 else [{}]
 
 
 def _mesh_problem(num_gpus: int, degrees: dict[str, int]) -> str:

@@ -26,7 +26,10 @@ def print_headline(plan: Plan, profile: HardwareProfile, predicted: Figures) -> 
     console = out_console()
     machine = f"{plan.num_gpus} x {profile.name}, stack {predicted.stack}"
     console.print(f"plan {plan.plan_id}: {plan.model.name} on {machine}")
-    console.print(f"layout {plan.layout}, {plan.num_micro_batches} micro-batches of {plan.mbs} x {plan.seq_len}")
+    packed = f", each of {len(plan.packed_lengths)} documents" if plan.packed_lengths else ""
+    console.print(
+        f"layout {plan.layout}, {plan.num_micro_batches} micro-batches of {plan.mbs} x {plan.seq_len}{packed}"
+    )
     console.print(
         f"step {format_seconds(predicted.step_s)} +- {100 * predicted.error_bar_frac:.0f} %, "
         f"{predicted.tokens_per_s_per_gpu:.0f} tokens/s/GPU, {predicted.model_tflops_per_gpu:.4g} model TFLOP/s/GPU"

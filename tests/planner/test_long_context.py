@@ -5,9 +5,11 @@ from typing import Any
 import pytest
 
 from moeplan.hwprofiles.load import load_profile
+from moeplan.model_spec import ModelSpec
 from moeplan.plan import Plan
 from moeplan.planner.request import SearchRequest, parse_pins
 from moeplan.planner.search import search
+from moeplan.planner.space import cp_kinds
 from moeplan.presets import load_model
 from moeplan.simulator.predict import predict
 from moeplan.simulator.stack import load_stack
@@ -34,12 +36,25 @@ def test_search_finds_plans_that_split_the_sequence(
     found = search(asked).plans
     assert found
     for ranked in found:
-        assert ranked.plan.tp > 1
         assert ranked.plan.cp > 1
         assert ranked.plan.seq_len / (ranked.plan.tp * ranked.plan.cp) <= 16384  # 4K to 8K a rank (report section 6)
         seconds = {family: time.total_s for family, time in ranked.predicted.time_s.items()}
         assert max(seconds, key=seconds.__getitem__) == "attention"
         assert not {"full", "core_attn"} & set(ranked.plan.recompute)
+
+
+def test_heads_are_split_inside_a_node_where_the_ring_would_leave_it() -> None:
+    h100, deepseek, qwen = load_profile("h100"), load_model("deepseek-v3"), load_model("qwen3-235b-a22b")
+
+    def kinds(model: ModelSpec, tp: int, cp: int, fix: str = "") -> list[dict[str, Any]]:
+        pins = parse_pins(fix, "--fix")
+        return cp_kinds(SearchRequest(model, "h100", h100, BRIDGE, 256, 131072, 512, pins), tp, cp)
+
+    assert kinds(deepseek, 2, 16) == [{}, {"cp_comm": "a2a+p2p", "cp_a2a_size": 4}]
+    assert kinds(deepseek, 1, 8) == [{}]  # the ring stays in the node
+    assert kinds(deepseek, 8, 4) == [{}]  # tp fills it
+    assert kinds(qwen, 4, 4) == [{}]  # one key-value head is left
+    assert kinds(deepseek, 2, 16, "cp_comm=p2p") == [{}]
 
 
 def test_the_reported_run_of_128k_tokens() -> None:

@@ -20,6 +20,8 @@ def test_pins_are_typed_values() -> None:
         "memory_efficient_permutation": False,
     }
     assert parse_pins("", "--fix") == {}
+    packed = parse_pins("cp_comm=a2a+p2p,cp_a2a_size=4,packed_lengths=8192+2048+4096", "--fix")
+    assert packed == {"cp_comm": "a2a+p2p", "cp_a2a_size": 4, "packed_lengths": (8192, 2048, 4096)}
 
 
 def test_forbidden_values_of_one_key_add_up() -> None:
