@@ -2,6 +2,7 @@
 
 import csv
 import io
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -43,6 +44,19 @@ class PublishedRow:
     def text(self, column: str) -> str:
         """The cell, stripped; empty where the table has no such column."""
         return self.cells.get(column, "").strip()
+
+    def with_assumed_sizes(self) -> "PublishedRow":
+        """The row with a size it does not state: the fewest GPUs of its degrees, 8 micro-batches a pipeline stage.
+
+        Only ratios of rows that share the assumption mean anything. Raises CellError for degrees that are no counts.
+        """
+        pp, mbs = self.count("pp", 1), self.count("mbs", 1)
+        attention, expert = (
+            math.prod(self.count(name, 1) for name in names) for names in (("tp", "cp"), ("ep", "etp"))
+        )
+        num_gpus = self.count("n_gpus", pp * math.lcm(attention, expert))
+        batch = self.count("gbs", 8 * pp * mbs * (num_gpus // (attention * pp)))
+        return PublishedRow(self.line, self.cells | {"n_gpus": str(num_gpus), "gbs": str(batch)})
 
     def number(self, column: str) -> float | None:
         """The cell as a finite number; None where it is empty. Raises CellError."""

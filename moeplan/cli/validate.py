@@ -8,7 +8,7 @@ from typing import Any
 from rich.progress import Progress
 
 from moeplan.errors import InvalidInputError
-from moeplan.planner.published_rows import PublishedRow, read_published_rows, read_table
+from moeplan.planner.published_rows import CellError, PublishedRow, read_published_rows, read_table
 from moeplan.planner.scoring import (
     PairScore,
     RowScore,
@@ -72,12 +72,27 @@ def run_validate(options: ValidateOptions) -> None:
         bad_lines += bad_pairs
     halves = {row.text(column) for row in pairs for column in ("id_a", "id_b")}
     known = {row.id for row in wanted}
-    scores = _score_all([*wanted, *(row for row in rows if row.id in halves and row.id not in known)])
+    others = [row for row in rows if row.id in halves and not (row.id in known and _states_sizes(row))]
+    scores = _score_all([*wanted, *map(_comparable, others)])
     result = Validation(scores[: len(wanted)], bad_lines, score_pairs(pairs, scores))
     if options.as_json:
         print_json(validation_json(result))
     else:
         print_validation(result)
+
+
+def _states_sizes(row: PublishedRow) -> bool:
+    return bool(row.text("n_gpus") and row.text("gbs"))
+
+
+def _comparable(row: PublishedRow) -> PublishedRow:
+    """Half of a pair: a size that neither half states is assumed, because it nearly cancels in their ratio."""
+    if _states_sizes(row):
+        return row
+    try:
+        return row.with_assumed_sizes()
+    except CellError:
+        return row  # scoring says what is wrong with it
 
 
 def select_rows(rows: list[PublishedRow], eval_set: str, keep: str) -> list[PublishedRow]:
@@ -123,6 +138,7 @@ def validation_json(result: Validation) -> dict[str, Any]:
             "n": len(result.pairs),
             "predicted": len(right),
             "sign_right_frac": sum(right) / len(right) if right else None,
+            "sign_right_of_all_frac": sum(right) / len(result.pairs) if result.pairs else None,
             "median_ratio_error_frac": _finite(sorted(ratios)[len(ratios) // 2]) if ratios else None,
         },
     }
