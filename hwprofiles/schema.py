@@ -199,6 +199,9 @@ class HardwareProfile(Record):
     allocator_reserve_frac: Sourced | None = Field(
         default=None, description="held beyond live activations and buffers, over those; None: the stack's figure"
     )
+    overlaps_gemm_epilogue: bool = Field(
+        default=False, description="outputs of one tile are written while the next is computed: two accumulators fit"
+    )
     num_sms: Sourced | None = None
     power_watts: Sourced | None = None
     price_usd_per_gpu_hour: Sourced | None = None

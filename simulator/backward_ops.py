@@ -86,7 +86,7 @@ def _gemm_backward(op: Op, after: tuple[str, ...], shape: OpShape, stack: StackT
     data = replace(op, name=f"{op.name}.dgrad", phase="dgrad", cols=op.inner, inner=op.cols, after=after)
     weights = op.num_groups * op.inner * op.cols
     grads = MAIN_GRAD_PASSES * weights * shape.grad_bytes
-    # A tile's gradients are added when its products are done, so this comes on top of either bound.
+    # A tile's gradients are added when its products are done, on top of either bound unless the machine overlaps that.
     # Outputs of this GEMM are the main gradients (or, unfused, a copy that is then added to them), not activations.
     unfused = 0.0 if stack.fused_grad_accumulation else 2 * weights * shape.element_bytes
     inputs = op.hbm_bytes - op.num_groups * op.rows * op.cols * shape.element_bytes

@@ -53,6 +53,8 @@ def _tiled(op: Op, profile: HardwareProfile) -> tuple[float, float, float]:
 
 
 def _roofline(op: Op, profile: HardwareProfile, compute: Cost) -> Cost:
+    if profile.overlaps_gemm_epilogue and op.epilogue_hbm_bytes:
+        op = replace(op, hbm_bytes=op.hbm_bytes + op.epilogue_hbm_bytes, epilogue_hbm_bytes=0.0)
     memory = _memory(op, profile)
     larger = compute if compute.seconds >= memory.seconds else memory
     if not op.epilogue_hbm_bytes:

@@ -94,3 +94,13 @@ def test_attention_of_an_unmeasured_head_size_is_assumed_and_says_so() -> None:
     odd = replace(make("attention", 4096), qk_head_dim=96, v_head_dim=96)
     assert cost(odd, PROFILE).source == "assumed"
     assert "96/96" in cost(odd, PROFILE).note
+
+
+def test_blackwell_writes_outputs_beside_products_and_hopper_after_them() -> None:
+    """Epilogue bytes of a compute-bound GEMM lengthen it only where one tile's accumulators fill the registers."""
+    for name, hides in (("h100", False), ("b200", True), ("gb300", True)):
+        profile = load_profile(name)
+        plain = Op(name="wgrad", kind="gemm", family="dense_gemm", rows=7168, cols=4096, inner=16384)
+        added = replace(plain, epilogue_hbm_bytes=8 * 7168 * 4096)
+        assert (cost(added, profile).seconds == cost(plain, profile).seconds) is hides
+        assert cost(replace(added, inner=64), profile).seconds > cost(replace(plain, inner=64), profile).seconds
