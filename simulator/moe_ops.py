@@ -9,9 +9,9 @@ from moeplan.simulator.layer_builder import ACTIVATION_BACKWARD, NORM_BACKWARD, 
 from moeplan.simulator.op import Op, Segment
 from moeplan.vocabulary import RecomputeModule
 
-# Mask, sort, index and scatter kernels of a permutation without its fused kernel; kernels of an unfused router for one
-# of a fused one: 72 against 31 with the preprocess (report section 3.3).
-UNFUSED_PERMUTE_KERNELS, UNFUSED_ROUTER_FACTOR = 10, 72 / 31
+# Mask, sort, index and scatter kernels of a permutation without its fused kernel. Router and preprocess: 72 kernels, 31
+# with the fused router, 17 where the flex dispatcher does the preprocess (report section 3.3).
+UNFUSED_PERMUTE_KERNELS, UNFUSED_ROUTER_KERNELS, ALLTOALL_PREPROCESS_KERNELS = 10, 72 - 31, 31 - 17
 
 
 def _shared_expert(build: LayerBuilder, moe: Moe) -> tuple[list[Op], list[Op]]:
@@ -67,7 +67,9 @@ def moe_ops(build: LayerBuilder, moe: Moe) -> list[Op]:
         # fp32 scores: written by the GEMM, read and written by scoring and top-k, read by the auxiliary loss.
         hbm_bytes=4 * logits_bytes,
         backward_hbm_bytes=4 * logits_bytes,
-        num_kernels=stack.router_kernels.value * (1 if shape.router_fusion else UNFUSED_ROUTER_FACTOR),
+        num_kernels=stack.router_kernels.value
+        + (0 if shape.router_fusion else UNFUSED_ROUTER_KERNELS)
+        + (ALLTOALL_PREPROCESS_KERNELS if shape.backend == "alltoall" else 0),
         scope="router",
         modules=frozenset(("moe",)),
     )

@@ -157,3 +157,29 @@ def test_every_layout_symbol_becomes_a_part() -> None:
         for part, count in stage.items():
             counts[part.kind] += count
     assert counts == {"embedding": 1, "dense": 3, "moe": 59, "mtp": 1, "loss": 2}
+
+
+@pytest.mark.parametrize(
+    "dispatcher, fused, kernels", [("alltoall", False, 72), ("alltoall", True, 31), ("flex", True, 17)]
+)
+def test_router_and_preprocess_have_the_kernels_of_the_report(
+    report_plan: Plan, dispatcher: str, fused: bool, kernels: int
+) -> None:
+    """Report section 3.3: 72, 31 with the fused router, 17 where the flex dispatcher does the preprocess."""
+    plan = report_plan.replace(dispatcher=dispatcher, router_fusion=fused)
+    ops = forward_ops(plan.model, Part("moe", 5), OpShape.of(plan.point, STACK, PROFILE), STACK)
+    assert next(op for op in ops if op.name == "router").num_kernels == kernels
+
+
+def test_shared_expert_runs_beside_the_exchanges_where_asked(report_plan: Plan) -> None:
+    """Report section 2.6: its first part waits for the router alone, its second for its own activation."""
+    plan = report_plan.replace(shared_expert_overlap=True)
+    ops = forward_ops(plan.model, Part("moe", 5), OpShape.of(plan.point, STACK, PROFILE), STACK)
+    by_name = {op.name: op for op in ops}
+    names = list(by_name)
+    assert by_name["shared_fc1"].after == ("router",)
+    assert by_name["shared_fc2"].after == ("shared_act",)
+    assert names.index("shared_fc1") < names.index("dispatch") < names.index("shared_fc2") < names.index("combine")
+    assert by_name["moe_residual"].after == ("unpermute", "shared_fc2")
+    apart = forward_ops(report_plan.model, Part("moe", 5), OpShape.of(report_plan.point, STACK, PROFILE), STACK)
+    assert sorted(names) == sorted(op.name for op in apart)
