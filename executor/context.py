@@ -11,7 +11,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.attention.bias import causal_lower_right
 
 from moeplan.executor.collectives import exchange_rows, gather_rows
 from moeplan.executor.mesh import Group
@@ -66,6 +65,9 @@ class GatheredAttention:
         end = first + self.chunk
         start = 0 if self.window is None else max(0, first - self.window + 1)
         if self.window is None:
+            # Here and not above: the module brings torch's compiler along, 145 MiB that no other process needs.
+            from torch.nn.attention.bias import causal_lower_right  # noqa: PLC0415
+
             mask: Tensor = causal_lower_right(self.chunk, end)
         else:
             queries = torch.arange(first, end, device=q_BNcD.device)

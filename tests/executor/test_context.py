@@ -1,5 +1,7 @@
 """Context parallelism: who holds which positions, and attention over all of them against one process."""
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -102,3 +104,9 @@ def test_attention_across_ranks_and_its_gradients(pool: GlooPool, cp: int, kind:
         positions = own_positions(SEQ_LEN, Group(tuple(range(cp)), rank % cp, None), CPU)
         for part, whole in zip(parts, expected, strict=True):
             torch.testing.assert_close(part, whole[:, positions], rtol=0, atol=1e-12)
+
+
+def test_the_executor_leaves_torchs_compiler_out() -> None:
+    """It would take 145 MiB of every process."""
+    code = "import sys, moeplan.executor.worker; sys.exit('torch._dynamo' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
