@@ -15,7 +15,7 @@ import torch
 from moeplan.errors import InvalidInputError
 from moeplan.executor.measure import spread_frac
 from moeplan.executor.microbench_cuda import EXPERT_SHAPES, PHASE_ROWS, TYPICAL_INNER
-from moeplan.executor.microbench_profile import fitted_inner_overhead
+from moeplan.executor.microbench_profile import fitted_inner_overhead, measured_curve
 from moeplan.executor.microbench_window import Reading
 from moeplan.hwprofiles.load import load_profile, profile_names
 from moeplan.hwprofiles.schema import (
@@ -124,15 +124,7 @@ class _Builder:
         return f"8192 cubed reads {statistics.median(self._values('peak.bf16')) / 1e12:.0f} TFLOP/s in a burst"
 
     def _curve(self, table: Table, size_key: str, value_key: str) -> dict[str, Any]:
-        sizes = sorted(table)
-        spreads = [spread_frac(values) for values in table.values()]
-        return {
-            size_key: tuple(sizes),
-            value_key: tuple(_rounded(statistics.median(table[size])) for size in sizes),
-            "source": "measured",
-            "ref": self.ref,
-            "error_frac": round(min(1.0, max(0.01, statistics.median(spreads))), 3),
-        }
+        return measured_curve(table, size_key, value_key, self.ref)
 
     def _gemm(self) -> GemmCurve:
         inner = {size: statistics.median(values) for size, values in self.tables["gemm_inner"].items()}

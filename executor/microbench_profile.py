@@ -103,14 +103,7 @@ class _Builder:
         return self._measured(values, f"median of {', '.join(names)} over the best")
 
     def _curve(self, table: Table, size_key: str, value_key: str) -> dict[str, Any]:
-        sizes = sorted(table)
-        return {
-            size_key: tuple(sizes),
-            value_key: tuple(_rounded(statistics.median(table[size])) for size in sizes),
-            "source": "measured",
-            "ref": self.ref,
-            "error_frac": _error_frac(table.values()),
-        }
+        return measured_curve(table, size_key, value_key, self.ref)
 
     def _gemm(self) -> GemmCurve:
         inner = {size: statistics.median(values) for size, values in self.tables["gemm_inner"].items()}
@@ -164,6 +157,18 @@ class _Builder:
         numbers = {name: name.rpartition(".") for name in self.tables}
         found = [(name, int(tail)) for name, (head, _, tail) in numbers.items() if head == prefix and self.tables[name]]
         return sorted(found, key=lambda pair: pair[1])
+
+
+def measured_curve(table: Table, size_key: str, value_key: str, ref: str) -> dict[str, Any]:
+    """Fields of a measured curve of the profile: medians by size, and the spread as error bar."""
+    sizes = sorted(table)
+    return {
+        size_key: tuple(sizes),
+        value_key: tuple(_rounded(statistics.median(table[size])) for size in sizes),
+        "source": "measured",
+        "ref": ref,
+        "error_frac": _error_frac(table.values()),
+    }
 
 
 def fitted_inner_overhead(seconds_by_inner: dict[float, float]) -> float:

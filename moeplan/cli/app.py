@@ -63,8 +63,8 @@ def search(  # noqa: PLR0917 - typer: one parameter per option
     top: Annotated[int, typer.Option("--top", min=1, help="Plans to print.")] = 10,
     time_limit: Annotated[float | None, typer.Option("--time-limit", help="Seconds after which to stop.")] = None,
     memory_margin: Annotated[
-        float, typer.Option("--memory-margin", min=0, max=0.9, help="Fraction of device memory to leave free.")
-    ] = 0.03,
+        float | None, typer.Option("--memory-margin", min=0, max=0.9, help="Fraction of memory to leave free: 0.03.")
+    ] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Write the best plan to this TOML file.")] = None,
     as_json: Json = False,
 ) -> None:

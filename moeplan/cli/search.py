@@ -10,7 +10,7 @@ from moeplan.cli.inputs import load_stack_for
 from moeplan.errors import InfeasibleError
 from moeplan.files import check_writable, toml_text, write_text_atomically
 from moeplan.hwprofiles.load import load_profile
-from moeplan.planner.request import SearchRequest, parse_forbidden, parse_pins
+from moeplan.planner.request import MEMORY_MARGIN_FRAC, SearchRequest, parse_forbidden, parse_pins
 from moeplan.planner.search import SearchOutcome, search
 from moeplan.presets import load_model
 from moeplan.report.output import err_console, print_json
@@ -32,7 +32,7 @@ class SearchOptions:
     forbid: str
     top: int
     time_limit_s: float | None
-    memory_margin_frac: float
+    memory_margin_frac: float | None
     out: Path | None
     as_json: bool
 
@@ -69,7 +69,7 @@ def _request(options: SearchOptions) -> SearchRequest:
         forbidden=parse_forbidden(options.forbid, "--forbid"),
         top_k=options.top,
         time_limit_s=options.time_limit_s,
-        memory_margin_frac=options.memory_margin_frac,
+        memory_margin_frac=MEMORY_MARGIN_FRAC if options.memory_margin_frac is None else options.memory_margin_frac,
     )
 
 
