@@ -9,12 +9,13 @@ import sysconfig
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 
 from moeplan.errors import InvalidInputError
-from moeplan.executor.token_file import TokenFile, check_length, num_held_out, token_file
+from moeplan.executor.token_file import ID_BYTES, TokenFile, check_length, num_held_out, token_file
 from moeplan.plan import Plan
 from moeplan.run_config import RunConfig
 
@@ -22,12 +23,66 @@ from moeplan.run_config import RunConfig
 _SOURCE_BYTES = 4 * 2**20
 
 
+class TokenIds(Protocol):
+    """Token ids in storage order."""
+
+    def __len__(self) -> int:
+        """How many there are."""
+
+    def read(self, start: int, count: int) -> Tensor:
+        """``count`` ids (int64) from ``start`` on."""
+
+
+class HeldTokens:
+    """Ids held in memory."""
+
+    def __init__(self, ids: Tensor) -> None:
+        self.ids = ids
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def read(self, start: int, count: int) -> Tensor:
+        return self.ids[start : start + count].to(torch.int64)
+
+
+class FileTokens:
+    """Ids read from a file as they are asked for.
+
+    Not mapped into memory: of a file that another process cuts short, a mapping ends this one by SIGBUS.
+    """
+
+    def __init__(self, found: TokenFile) -> None:
+        self.found, self.width_bytes = found, ID_BYTES[found.id_type]
+        self.dtype: torch.dtype = getattr(torch, found.id_type)
+
+    def __len__(self) -> int:
+        return self.found.num_tokens
+
+    def read(self, start: int, count: int) -> Tensor:
+        wanted_bytes = count * self.width_bytes
+        try:
+            with self.found.path.open("rb") as file:
+                file.seek(start * self.width_bytes)
+                content = file.read(wanted_bytes)
+        except OSError as error:
+            raise InvalidInputError(
+                f"data {self.found.path}: cannot be read: {error.strerror}", "check that you may read it"
+            ) from None
+        if len(content) < wanted_bytes:
+            raise InvalidInputError(
+                f"data {self.found.path}: ends before token {start + count}, had {self.found.num_tokens} at the start",
+                "something cut it short while it was read: restore it, then go on with resume",
+            )
+        return torch.frombuffer(bytearray(content), dtype=self.dtype).to(torch.int64)
+
+
 @dataclass(frozen=True)
 class TokenSource:
-    """Token ids in storage order, the last ``num_held_out`` for validation; ``name`` is how messages call them."""
+    """Sequences of token ids, the last ``num_held_out`` ids for validation; ``name`` is how messages call them."""
 
     name: str
-    tokens: Tensor
+    tokens: TokenIds
     vocab_size: int
     seq_len: int
     seed: int
@@ -54,7 +109,7 @@ class TokenSource:
         )
 
     def _ids_at(self, start: int) -> Tensor:
-        ids = self.tokens[start : start + self.seq_len + 1].to(torch.int64)
+        ids = self.tokens.read(start, self.seq_len + 1)
         is_foreign = (ids < 0) | (ids >= self.vocab_size)
         if bool(is_foreign.any()):
             place = int(is_foreign.nonzero()[0])
@@ -70,9 +125,9 @@ def open_tokens(plan: Plan, run: RunConfig) -> TokenSource:
     """The data of a run. Raises InvalidInputError for a file that is missing, unreadable or too short."""
     if run.data:
         found = token_file(run.data, run.data_dtype)
-        name, tokens = str(found.path), _mapped(found)
+        name, tokens = str(found.path), cast("TokenIds", FileTokens(found))
     else:
-        name, tokens = "standard library sources", _library_tokens()
+        name, tokens = "standard library sources", HeldTokens(_library_tokens())
     check_length(name, len(tokens), run, plan.seq_len)
     held_out = num_held_out(len(tokens), run, plan.seq_len)
     return TokenSource(name, tokens, plan.model.vocab_size, plan.seq_len, run.seed, held_out)
@@ -81,17 +136,6 @@ def open_tokens(plan: Plan, run: RunConfig) -> TokenSource:
 def _stacked(sequences: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
     ids = torch.stack(list(sequences))
     return ids[:, :-1].flatten(), ids[:, 1:].flatten()
-
-
-def _mapped(found: TokenFile) -> Tensor:
-    """The file mapped into memory, so that each rank reads only the pages of its own sequences."""
-    dtype: torch.dtype = getattr(torch, found.id_type)
-    try:
-        return torch.from_file(str(found.path), shared=False, size=found.num_tokens, dtype=dtype)
-    except RuntimeError as error:
-        first_line = str(error).splitlines()[0]
-        hint = "check that you may read it"
-        raise InvalidInputError(f"data {found.path}: cannot be read: {first_line}", hint) from None
 
 
 def _library_tokens() -> Tensor:

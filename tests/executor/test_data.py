@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 
 import pytest
@@ -67,7 +68,7 @@ def test_validation_has_the_end_of_the_data_to_itself(tmp_path: Path) -> None:
     assert source.num_held_out == 50
     starts = [source.validation_batch(index, 1, 4)[0][0].item() for index in range(4)]
     assert starts == [(950 + 33 * index // 3) % 250 for index in range(4)]
-    source.tokens[950:] = 9999  # beyond the vocabulary: training would raise
+    write_tokens(path, [place % 250 if place < 950 else 9999 for place in range(1000)])  # training would raise
     assert all(int(source.sequence(step, 1).max()) < 250 for step in range(300))
 
 
@@ -76,3 +77,12 @@ def test_without_validation_all_data_is_for_training(tmp_path: Path) -> None:
     assert open_tokens(PLAN, RunConfig(data=str(path))).num_held_out == 0
     with pytest.raises(InvalidInputError, match=r"17 tokens, .* and as many for validation"):
         open_tokens(PLAN, RunConfig(data=str(path), eval_every=1))
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_named(tmp_path: Path) -> None:
+    path = write_tokens(tmp_path / "ids.bin", [1] * 1000)
+    source = open_tokens(PLAN, RunConfig(data=str(path)))
+    assert source.sequence(0, 0).tolist() == [1] * 17
+    os.truncate(path, 20)
+    with pytest.raises(InvalidInputError, match=r"ids\.bin: ends before token \d+, had 1000 at the start"):
+        source.sequence(0, 0)
