@@ -5,7 +5,7 @@ parameters. Order: what other pipeline ranks hold as well, then parameters split
 then replicated ones.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -85,6 +85,15 @@ class FlatBuffer:
             if entry.is_replicated:
                 self.replicated_start = min(self.replicated_start, span.start)
             _extend(self.decayed if entry.is_decayed else self.kept, span)
+
+    def named_grads(self) -> Iterator[tuple[str, Tensor]]:
+        """This rank's gradients of each whole tensor that it has a part of."""
+        start = 0
+        for entry in self.entries:
+            span = Span(start, start + entry.parameter.numel())
+            start = span.end
+            grad = span.inside(self.grads).view(entry.parameter.shape)
+            yield from ((piece.name, grad[piece.target]) for piece in entry.pieces)
 
     def sum_replicated(self) -> None:
         """Complete the gradients of replicated parameters."""

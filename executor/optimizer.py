@@ -6,7 +6,8 @@ this rank's shard and gathers weights; ``none`` all-reduces and updates everythi
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -144,6 +145,16 @@ class ChainedOptimizer:
         clip = min(1.0, self.max_norm / norm) if self.max_norm > 0 and norm > 0 else 1.0
         for one in self.classes:
             one.update(lr, clip)
+
+    def drop_grads(self) -> None:
+        """Leave this step's update out."""
+        for one in self.classes:
+            one.buffer.grads.zero_()
+            one.grads = torch.empty(0)
+
+    def named_grads(self) -> Iterator[tuple[str, Tensor]]:
+        """This rank's gradients, by the name of the whole tensor."""
+        return chain.from_iterable(one.buffer.named_grads() for one in self.classes)
 
     @property
     def weight_bytes(self) -> int:

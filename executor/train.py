@@ -14,6 +14,7 @@ from moeplan.executor.collectives import all_gather_raw
 from moeplan.executor.data import TokenSource
 from moeplan.executor.dtypes import plan_dtypes
 from moeplan.executor.failure import STOPPED
+from moeplan.executor.guard import NamedTensors, SpikeGuard, check_finite, largest_tensor
 from moeplan.executor.measure import PeakBytes, StepTimer, StepTrace, peak_device_bytes
 from moeplan.executor.mesh import Mesh
 from moeplan.executor.micro_batch import MicroBatch, cut_micro_batch
@@ -21,6 +22,8 @@ from moeplan.executor.model import Transformer
 from moeplan.executor.optimizer import ChainedOptimizer, learning_rate
 from moeplan.executor.pipeline import Pipeline, embedding_group
 from moeplan.executor.power import PowerSamples
+from moeplan.executor.step_log import StepLog
+from moeplan.flops import training_flops_per_token
 from moeplan.plan import Plan
 from moeplan.results import FamilyTime
 from moeplan.run_config import RunConfig
@@ -34,12 +37,14 @@ RESUME_HINT = "go on from there with resume"
 class StepResult:
     """Cross entropy a token over the global batch, and the norm of its gradient before clipping.
 
-    ``stop``: some rank was asked to stop, which all of them learn in the same step.
+    ``stop``: some rank was asked to stop, which all of them learn in the same step. ``spike``: how many times its
+    recent median the norm was, where that left the update out.
     """
 
     loss: float
     grad_norm: float
     stop: bool = False
+    spike: float = 0.0
 
 
 @dataclass
@@ -71,6 +76,7 @@ class Trainer:
             entries, plan_dtypes(plan), run, mesh, plan.sharding, embedding_group=group, device=device
         )
         self.checkpoints = Checkpointer(plan, run, mesh, self.model, self.optimizer) if run.save_folder else None
+        self.spikes = SpikeGuard(run.spike_factor)
         self.first_step = 0
         self.stop_requested = False  # set by a signal, at any time
         self.is_stopping = False  # all ranks know of it and save their state
@@ -86,14 +92,33 @@ class Trainer:
         loss_sum = self.pipeline.run(lambda index: self._micro_batch(number, index))[0] / self.plan.tokens_per_step
         # Ranks without the loss bring zero; those of a tp group all have the same one.
         losses, stops = self._gathered(loss_sum * (self.mesh.tp.index == 0), float(self.stop_requested))
-        self._check_finite("loss", losses, number)
+        check_finite("loss", losses, number + 1, self._named_weights(), self.mesh.world)
         squares = self.optimizer.reduce_grads()
-        self._check_finite("gradient norm", squares, number)
+        check_finite("gradient norm", squares, number + 1, self.optimizer.named_grads(), self.mesh.world)
         norm = math.sqrt(sum(squares))
-        self.optimizer.update(learning_rate(self.run, number), norm)
+        spike = self._judge_spike(norm, number)
+        if spike:
+            self.optimizer.drop_grads()
+        else:
+            self.optimizer.update(learning_rate(self.run, number), norm)
         for router in self.model.routers():
             router.update_bias()
-        return StepResult(sum(losses), norm, any(stops))
+        return StepResult(sum(losses), norm, any(stops), spike)
+
+    def _judge_spike(self, norm: float, number: int) -> float:
+        """How many times the median a spike is whose update is left out; RunFailedError where it ends the run."""
+        excess = self.spikes.excess(norm)
+        if excess and not self.run.skip_spikes:
+            name, rank = largest_tensor(self.optimizer.named_grads(), self.mesh.world)
+            raise RunFailedError(
+                f"gradient norm {norm:.4g} at step {number + 1} is {excess:.3g} times its recent median, above "
+                f"spike_factor {self.run.spike_factor:g}; most of it in {name} on rank {rank}",
+                "look at the data of that step, lower lr, or go on from the last checkpoint with skip_spikes",
+            )
+        return excess
+
+    def _named_weights(self) -> NamedTensors:
+        return ((entry.pieces[0].name, entry.parameter) for entry in self.model.table.entries)
 
     def evaluate(self) -> float:
         """Loss a token on one batch of held-out sequences, the same ones each time. Changes nothing. Collective."""
@@ -124,17 +149,9 @@ class Trainer:
         """Token ids on the device. Pinned, or the host would wait there for the micro-batch before."""
         return ids.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else ids
 
-    def _check_finite(self, what: str, values: list[float], number: int) -> None:
-        for rank, value in enumerate(values):
-            if not math.isfinite(value):
-                raise RunFailedError(
-                    f"{what} is {value} at step {number + 1} on rank {rank}",
-                    "lower lr, lengthen lr_warmup_steps, or look at the data of that step",
-                )
 
-
-def train(trainer: Trainer, report: Progress) -> TrainingRecord:
-    """Run every step of the trainer's run; ``report`` gets one line for each step to be logged.
+def train(trainer: Trainer, report: Progress, log: StepLog | None = None) -> TrainingRecord:
+    """Run every step of the trainer's run; ``report`` gets one line for each step to be reported, ``log`` each step.
 
     The last ``profile_steps`` steps are traced for the time by op family. Checkpoints are written between steps. Where
     a rank was asked to stop, all save the state and raise RunFailedError.
@@ -144,35 +161,40 @@ def train(trainer: Trainer, report: Progress) -> TrainingRecord:
     first_traced = run.steps - run.profile_steps
     trace = StepTrace(trainer.device) if run.profile_steps else None
     for number in range(trainer.first_step, first_traced):
-        _timed_step(trainer, number, timer, record, report)
+        _timed_step(trainer, number, timer, record, report, log)
         if number - trainer.first_step >= run.warmup_steps_untimed:
             record.power.sample(trainer.device)
         if run.eval_every and (number + 1) % run.eval_every == 0:
-            _validate(trainer, number + 1, record, report)
+            _validate(trainer, number + 1, record, report, log)
     record.peak_bytes = peak_device_bytes(trainer.device)  # a trace of a step takes memory of its own
     with trace or nullcontext():
         for number in range(first_traced, run.steps):
-            _timed_step(trainer, number, timer, record, report)
+            _timed_step(trainer, number, timer, record, report, log)
     if trace is not None:
         record.family_times = trace.family_times(run.profile_steps)
         record.kernels = trace.kernels()
     record.step_times_s = timer.all_times_s
     if run.eval_every and [steps for steps, _ in record.validation_losses[-1:]] != [run.steps]:
-        _validate(trainer, run.steps, record, report)
+        _validate(trainer, run.steps, record, report, log)
     if trainer.checkpoints is not None:
         trainer.checkpoints.wait()
     return record
 
 
-def _timed_step(trainer: Trainer, number: int, timer: StepTimer, record: TrainingRecord, report: Progress) -> None:
+def _timed_step(  # noqa: PLR0917 - what a run writes to
+    trainer: Trainer, number: int, timer: StepTimer, record: TrainingRecord, report: Progress, log: StepLog | None
+) -> None:
     with timer.step():
         result = trainer.step(number)
     record.losses.append(result.loss)
+    if log is not None:
+        log.step(_logged(trainer, number, result, timer.all_times_s[-1]))
     if (number + 1) % trainer.run.log_every == 0 or number + 1 == trainer.run.steps:
         step_s = timer.all_times_s[-1]
+        skipped = f"  update left out: {result.spike:.3g} times the median norm" if result.spike else ""
         report(
             f"step {number + 1}/{trainer.run.steps}  loss {result.loss:.4f}  grad norm {result.grad_norm:.3f}  "
-            f"{trainer.plan.tokens_per_step / step_s:.0f} tokens/s  {step_s * 1000:.0f} ms"
+            f"{trainer.plan.tokens_per_step / step_s:.0f} tokens/s  {step_s * 1000:.0f} ms{skipped}"
         )
     checkpoints, trainer.is_stopping = trainer.checkpoints, result.stop
     if checkpoints is not None and (result.stop or checkpoints.is_due(number + 1)):
@@ -181,8 +203,25 @@ def _timed_step(trainer: Trainer, number: int, timer: StepTimer, record: Trainin
         _stop(trainer, number + 1)
 
 
-def _validate(trainer: Trainer, steps: int, record: TrainingRecord, report: Progress) -> None:
+def _logged(trainer: Trainer, number: int, result: StepResult, step_s: float) -> dict[str, float]:
+    plan = trainer.plan
+    tokens_per_s = plan.tokens_per_step / step_s / plan.num_gpus
+    return {
+        "step": number + 1,
+        "loss": result.loss,
+        "grad_norm": result.grad_norm,
+        "lr": learning_rate(trainer.run, number),
+        "step_s": step_s,
+        "tokens_per_s_per_gpu": tokens_per_s,
+        "model_tflops_per_gpu": tokens_per_s * training_flops_per_token(plan.model, plan.seq_len) / 1e12,
+        "tokens": plan.tokens_per_step * (number + 1),
+    }
+
+
+def _validate(trainer: Trainer, steps: int, record: TrainingRecord, report: Progress, log: StepLog | None) -> None:
     loss = trainer.evaluate()
+    if log is not None:
+        log.validation(steps, loss)
     record.validation_losses.append((steps, loss))
     report(f"step {steps}/{trainer.run.steps}  validation loss {loss:.4f}")
 

@@ -34,7 +34,8 @@ from moeplan.executor.failure import (
 from moeplan.executor.measure import reset_peak_resident, resident_bytes
 from moeplan.executor.measurement import gather_figures, make_figures, measure_rank
 from moeplan.executor.mesh import build_mesh
-from moeplan.executor.train import Trainer, train
+from moeplan.executor.step_log import StepLog
+from moeplan.executor.train import Trainer, TrainingRecord, train
 from moeplan.files import read_toml, validate, write_text_atomically
 from moeplan.plan import Plan
 from moeplan.run_config import RunConfig
@@ -85,7 +86,7 @@ def run_rank(plan_path: Path, run_path: Path | None, out_path: Path) -> None:
         if run.resume:
             trainer.resume()
         _reset_peak(device)
-        record = train(trainer, _report if rank == 0 else _ignore)
+        record = _train(trainer, rank)
         ranks = gather_figures(measure_rank(trainer, record, resident_before_bytes), mesh)
         if run.export_hf:
             export_hf(plan, mesh, trainer.model, Path(run.export_hf))
@@ -95,6 +96,18 @@ def run_rank(plan_path: Path, run_path: Path | None, out_path: Path) -> None:
         dist.barrier()
     finally:
         dist.destroy_process_group()
+
+
+def _train(trainer: Trainer, rank: int) -> TrainingRecord:
+    """All steps; rank 0 reports them, and writes the log where the run asks for one."""
+    folder = trainer.run.log_folder
+    if rank > 0 or not folder:
+        return train(trainer, _report if rank == 0 else _ignore)
+    log = StepLog(Path(folder), trainer.first_step)
+    try:
+        return train(trainer, _report, log)
+    finally:
+        log.close()
 
 
 def _world() -> tuple[int, int]:

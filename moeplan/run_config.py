@@ -35,3 +35,9 @@ class RunConfig(Record):
     save_every: int = Field(default=0, ge=0, description="steps between checkpoints; 0: only the last")
     save_async: bool = Field(default=False, description="write checkpoints beside training, from a copy on the host")
     resume: bool = Field(default=False, description="go on from the latest checkpoint of save_folder")
+    log_folder: str = Field(default="", description="for a line a step as CSV and JSON, and TensorBoard if installed")
+    spike_factor: float = Field(
+        default=0.0, ge=0, description="a gradient norm above this many times its recent median is a spike; 0: none is"
+    )
+    skip_spikes: bool = Field(default=False, description="leave the update of a spike out instead of stopping there")
+    hang_timeout_s: PositiveFloat = Field(default=600.0, description="without progress in a step before the run ends")

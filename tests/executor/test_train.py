@@ -1,16 +1,21 @@
 """The loop itself: progress, the record it leaves, and what is not finite."""
 
+import json
 import math
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from moeplan.errors import RunFailedError
+from moeplan.executor.guard import SPIKE_MIN_STEPS
+from moeplan.executor.step_log import StepLog
 from moeplan.executor.train import train
+from moeplan.flops import training_flops_per_token
 from moeplan.plan import Plan
 from moeplan.run_config import RunConfig
-from tests.executor.cases import GQA_MODEL, MLA_MODEL, build_trainer, tiny_plan
+from tests.executor.cases import GQA_MODEL, MLA_MODEL, build_trainer, tiny_plan, weights_of
 from tests.executor.gloo_pool import GlooPool, gloo_pool
 
 
@@ -37,13 +42,52 @@ def poisoned_step(rank: int, plan: Plan, run: RunConfig, poisoned_rank: int, wha
 
 def test_a_loss_that_is_not_finite_names_step_and_rank(pool: GlooPool) -> None:
     messages = pool.run(poisoned_step, tiny_plan(GQA_MODEL, 2), RunConfig(), 1, "loss")
-    assert messages == ["loss is nan at step 2 on rank 1"] * 2
+    assert messages == ["loss is nan at step 2 on rank 1, first in embedding.weight"] * 2
 
 
 def test_a_gradient_that_is_not_finite_stops_every_rank(pool: GlooPool) -> None:
     messages = pool.run(poisoned_step, tiny_plan(GQA_MODEL, 2), RunConfig(), 1, "gradient")
-    # After the reduction it is in the shard of the rank that sums it.
-    assert messages == ["gradient norm is nan at step 2 on rank 0"] * 2
+    # The sum has it in the shard of rank 0; the rank that brought it is named.
+    assert messages == ["gradient norm is nan at step 2 on rank 1, first in embedding.weight"] * 2
+
+
+def test_a_spike_ends_the_run_and_names_a_tensor() -> None:
+    # Whatever the norms are, each is a spike by this factor once there are enough of them to judge by.
+    run = RunConfig(spike_factor=1e-3)
+    trainer = build_trainer(0, tiny_plan(GQA_MODEL, 1), run)
+    for number in range(SPIKE_MIN_STEPS):
+        assert trainer.step(number).spike == 0
+    names = {piece.name for entry in trainer.model.table.entries for piece in entry.pieces}
+    with pytest.raises(RunFailedError, match=r"at step 9 is .* times its recent median") as caught:
+        trainer.step(SPIKE_MIN_STEPS)
+    assert caught.value.message.split("most of it in ")[1].removesuffix(" on rank 0") in names
+
+
+def test_the_update_of_a_spike_can_be_left_out() -> None:
+    trainer = build_trainer(0, tiny_plan(GQA_MODEL, 1), RunConfig(spike_factor=1e-3, skip_spikes=True))
+    for number in range(SPIKE_MIN_STEPS):
+        trainer.step(number)
+    before = [part.values for part in weights_of(trainer)]
+    assert trainer.step(SPIKE_MIN_STEPS).spike > 0
+    for part, values in zip(weights_of(trainer), before, strict=True):
+        torch.testing.assert_close(part.values, values, rtol=0, atol=0)
+    trainer.spikes.factor = 0.0
+    trainer.step(SPIKE_MIN_STEPS + 1)
+    assert any(not torch.equal(part.values, old) for part, old in zip(weights_of(trainer), before, strict=True))
+
+
+def test_the_log_has_every_step_and_validation(tmp_path: Path) -> None:
+    plan = tiny_plan(GQA_MODEL, 1, precision="fp32")
+    trainer = build_trainer(0, plan, RunConfig(steps=6, eval_every=4, profile_steps=1))
+    record = train(trainer, lambda _line: None, StepLog(tmp_path, 0))
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text(encoding="utf-8").splitlines()]
+    steps = [line for line in lines if "loss" in line]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 4, 5, 6, 6]
+    assert [line["loss"] for line in steps] == record.losses
+    assert [line["step_s"] for line in steps] == record.step_times_s
+    assert [line["tokens"] for line in steps] == [128 * step for step in range(1, 7)]
+    rate = 128 / record.step_times_s[0] * training_flops_per_token(plan.model, 16) / 1e12
+    assert steps[0]["model_tflops_per_gpu"] == pytest.approx(rate)
 
 
 def test_the_record_has_every_step_and_the_time_of_the_traced_ones() -> None:
