@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from moeplan.executor.collectives import all_reduce
-from moeplan.executor.dispatch import AllToAllDispatcher
+from moeplan.executor.dispatch import build_dispatcher
 from moeplan.executor.dtypes import at_least_fp32
+from moeplan.executor.exchange import combine, dispatch
 from moeplan.executor.linear import local_linear
 from moeplan.executor.mesh import Mesh
 from moeplan.executor.mlp import Mlp
@@ -157,7 +158,7 @@ class MoeBlock(nn.Module):
         self.probs_before_fc2 = plan.memory_efficient_permutation
         self.recompute_shared = "shared_experts" in plan.recompute
         self.router = Router(plan, moe, f"{name}.router", mesh, table)
-        self.dispatcher = AllToAllDispatcher(mesh, moe.num_experts)
+        self.dispatcher = build_dispatcher(plan, moe, mesh)
         self.experts = Experts(plan, moe, f"{name}.experts", mesh, table)
         self.shared: Mlp | None = None
         self.shared_gate: nn.Parameter | None = None
@@ -179,11 +180,9 @@ class MoeBlock(nn.Module):
 
     def _route(self, x_LH: Tensor) -> Tensor:
         routing = self.router(x_LH)
-        probs_LK: Tensor = routing.probs_TK
-        before, after = (probs_LK, None) if self.probs_before_fc2 else (None, probs_LK)
-        arrived = self.dispatcher.dispatch(x_LH, routing.expert_index_TK, before)
-        out_RH = self.experts(arrived.rows, arrived.probs, arrived.offsets)
-        return self.dispatcher.combine(out_RH, arrived.routes, after)
+        arrived, exchange = dispatch(self.dispatcher, x_LH, routing.expert_index_TK, routing.probs_TK)
+        out_RH = self.experts(arrived.rows, arrived.probs if self.probs_before_fc2 else None, arrived.offsets)
+        return combine(exchange, out_RH, arrived, routing.probs_TK)
 
     def _share(self, x_LH: Tensor) -> Tensor:
         assert self.shared is not None

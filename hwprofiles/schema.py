@@ -16,7 +16,7 @@ SourceKind = Literal["datasheet", "measured", "fitted", "assumed"]
 Dtype = Literal["fp64", "fp32", "tf32", "bf16", "fp8", "fp8_block", "mxfp8", "nvfp4"]
 Tier = Literal["scale_up", "network"]  # scale_up: the NVLink domain (one host for CPU profiles); network: NIC to NIC
 CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv"]
-DispatchBackend = Literal["alltoall", "deepep", "hybridep"]
+DispatchBackend = Literal["alltoall", "allgather", "deepep", "hybridep", "torch"]
 
 # Half width of the error bar a figure carries, by the kind of its source, where the profile states none. Rules of
 # thumb: datasheet peaks are reached to about 10 %, repeated readings agree to about 5 %, an assumed value is a guess.

@@ -5,8 +5,10 @@ from typing import Literal, get_args
 
 PrecisionName = Literal["fp64", "fp32", "bf16", "fp8_delayed", "fp8_current", "fp8_blockwise", "mxfp8", "nvfp4"]
 RecomputeModule = Literal["core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts", "full"]
-Dispatcher = Literal["alltoall", "flex"]
-FlexBackend = Literal["deepep", "hybridep"]
+# allgather: every rank gets every token. flex: one copy for each rank and node instead of each expert (report section
+# 2.2); its back end torch does so with the collectives of torch.distributed.
+Dispatcher = Literal["alltoall", "allgather", "flex"]
+FlexBackend = Literal["deepep", "hybridep", "torch"]
 # Context parallelism (report section 6): keys and values pass in a ring, are gathered, or heads are split instead of
 # the sequence; a2a+p2p splits heads in neighbouring ranks and passes a ring between those.
 CpComm = Literal["p2p", "all_gather", "a2a", "a2a+p2p"]

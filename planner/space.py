@@ -138,7 +138,11 @@ def precisions_of(stack: SoftwareStack, profile: HardwareProfile) -> tuple[Preci
 
 def _dispatchers(request: SearchRequest) -> tuple[str, ...]:
     """Back ends to try: those of the stack for which the profile has a rate, as far as ``--fix`` leaves them."""
-    rated = {rate.backend for rate in request.profile.dispatch} | {"alltoall"}
+    rated = {rate.backend for rate in request.profile.dispatch} | {
+        "alltoall",
+        "allgather",
+        "torch",
+    }  # those of collectives
     known = tuple(name for name in request.stack.dispatchers if name in rated)
     if request.model.moe is None:
         return ("alltoall",)  # no expert exchange: the field has no effect
@@ -243,7 +247,9 @@ def _mesh_problem(num_gpus: int, degrees: dict[str, int]) -> str:
 
 def dispatch_fields(backend: str) -> dict[str, Any]:
     """Plan fields that choose an exchange back end."""
-    return {"dispatcher": "alltoall"} if backend == "alltoall" else {"dispatcher": "flex", "flex_backend": backend}
+    if backend in {"alltoall", "allgather"}:
+        return {"dispatcher": backend}
+    return {"dispatcher": "flex", "flex_backend": backend}
 
 
 def _legal(request: SearchRequest, space: Space, chosen: dict[str, Any], tally: Tally) -> Iterator[Family]:
@@ -288,7 +294,7 @@ def stack_features(
     stack: SoftwareStack, model: ModelSpec, profile: HardwareProfile, chosen: dict[str, Any]
 ) -> dict[str, Any]:
     """Overlap, graphs and fusions that the stack's recipes switch on, as far as the degrees in ``chosen`` allow."""
-    backend: DispatchBackend = "alltoall" if chosen["dispatcher"] == "alltoall" else chosen["flex_backend"]
+    backend: DispatchBackend = chosen["flex_backend"] if chosen["dispatcher"] == "flex" else chosen["dispatcher"]
     found = stack.features_of(model, profile, chosen["precision"], backend)
     stated = {name: Plan.model_fields[name].default for name in STACK_FEATURES}
     stated |= {name: getattr(found, name) for name in STACK_FEATURES if getattr(found, name) is not None}

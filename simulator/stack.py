@@ -105,7 +105,7 @@ class SoftwareStack(Record):
 
     def dispatch_backend(self, point: Point) -> DispatchBackend:
         """The back end that a point's dispatcher names."""
-        return "alltoall" if point.dispatcher == "alltoall" else point.flex_backend
+        return point.flex_backend if point.dispatcher == "flex" else point.dispatcher
 
     def failures(self, model: ModelSpec, point: Point, profile: HardwareProfile) -> Iterator[tuple[str, str]]:
         """Known failures that the point would meet on this machine, as (key, what and where it is reported)."""
