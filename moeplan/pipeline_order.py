@@ -51,6 +51,35 @@ def rank_order(
     return tuple(steps)
 
 
+class PairedStep(NamedTuple):
+    """What a rank runs at once under expert-parallel overlap: a forward, an older backward, or both together."""
+
+    forward: ChunkStep | None
+    backward: ChunkStep | None
+
+
+@lru_cache(maxsize=4096)
+def paired_order(
+    pp: int, vp: int, num_micro_batches: int, rank: int, group_size: int | None = None
+) -> tuple[PairedStep, ...]:
+    """The steps of :func:`rank_order` with each backward beside the forward that follows it there.
+
+    One more forward runs before the first backward than without overlap, so that no pair waits for another rank's
+    pair of the same instant (report section 2.5). Without a pipeline the first forward and the last backward are alone.
+    """
+    pairs: list[PairedStep] = []
+    waiting: ChunkStep | None = None
+    for step in rank_order(pp, vp, num_micro_batches, rank, group_size):
+        if step.kind == "F":
+            pairs.append(PairedStep(step, waiting))
+            waiting = None
+            continue
+        if waiting is not None:
+            pairs.append(PairedStep(None, waiting))
+        waiting = step
+    return (*pairs, PairedStep(None, waiting))
+
+
 def schedule_problem(pp: int, vp: int, num_micro_batches: int, group_size: int) -> str:
     """Why no schedule exists for these counts, or the empty string."""
     if vp > 1 and pp == 1:
