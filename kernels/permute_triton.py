@@ -46,11 +46,12 @@ def _copy(
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    token = (tl.load(slot_ptr + row) // K).to(tl.int64)
+    slot = tl.load(slot_ptr + row)
+    token = (slot // K).to(tl.int64)
     for start in range(0, H, BLOCK):
         cols = start + tl.arange(0, BLOCK)
         mask = cols < H
-        tl.store(y_ptr + row * H + cols, tl.load(x_ptr + token * H + cols, mask, 0), mask)
+        tl.store(y_ptr + row * H + cols, tl.load(x_ptr + token * H + cols, mask & (slot >= 0), 0), mask)
 
 
 @triton.jit
@@ -70,7 +71,7 @@ def _sum(
         total = tl.zeros((BLOCK,), DTYPE)
         for k in tl.static_range(K):
             row = tl.load(row_ptr + token * K + k).to(tl.int64)
-            total += tl.load(rows_ptr + row * H + cols, mask, 0).to(DTYPE)
+            total += tl.load(rows_ptr + row * H + cols, mask & (row >= 0), 0).to(DTYPE)
         tl.store(y_ptr + token * H + cols, total.to(y_ptr.dtype.element_ty), mask)
 
 
