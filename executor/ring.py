@@ -58,7 +58,9 @@ def _parts(index: int, source: int, num_positions: int) -> tuple[slice, slice, b
 
 class _RingAttention(Function):
     @staticmethod
-    def forward(ctx: Any, q_BNCD: Tensor, k_BMCD: Tensor, v_BMCD: Tensor, group: Group) -> Tensor:
+    def forward(  # noqa: PLR0917 - autograd passes by position
+        ctx: Any, q_BNCD: Tensor, k_BMCD: Tensor, v_BMCD: Tensor, sinks_N: Tensor | None, group: Group
+    ) -> Tensor:
         widths = [k_BMCD.shape[3], v_BMCD.shape[3]]
         both = torch.cat([k_BMCD, v_BMCD], 3)
         dtype = at_least_fp32(q_BNCD.dtype)
@@ -73,14 +75,16 @@ class _RingAttention(Function):
                 _merge(out[:, :, queries], lse[:, :, queries], part_out, part_lse)
             if passing is not None:
                 both = passing.received()
+        if sinks_N is not None:
+            _merge(out, lse, torch.zeros_like(out[:, :, :1]), sinks_N.to(dtype)[:, None].expand_as(lse))
         result = out.to(q_BNCD.dtype)
         ctx.group = group
-        ctx.save_for_backward(q_BNCD, k_BMCD, v_BMCD, result, lse)
+        ctx.save_for_backward(q_BNCD, k_BMCD, v_BMCD, result, lse, sinks_N)
         return result
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q_BNCD, k_BMCD, v_BMCD, out_BNCD, lse_BNC = ctx.saved_tensors
+        q_BNCD, k_BMCD, v_BMCD, out_BNCD, lse_BNC, sinks_N = ctx.saved_tensors
         group, widths = ctx.group, [k_BMCD.shape[3], v_BMCD.shape[3]]
         both = torch.cat([k_BMCD, v_BMCD], 3)
         grad_q = torch.zeros_like(q_BNCD, dtype=lse_BNC.dtype)
@@ -104,7 +108,12 @@ class _RingAttention(Function):
             if passing is not None:
                 both = passing.received()
         grad_k, grad_v = grad_both.to(k_BMCD.dtype).split(widths, 3)
-        return grad_q.to(q_BNCD.dtype), grad_k, grad_v, None
+        grad_sinks_N = None
+        if sinks_N is not None:
+            # A sink of probability p and value 0: its score's gradient is -p times that of the output along itself.
+            along_BNC = torch.linalg.vecdot(grads[0].to(lse_BNC.dtype), out_BNCD.to(lse_BNC.dtype))
+            grad_sinks_N = -((sinks_N[:, None] - lse_BNC).exp() * along_BNC).sum((0, 2)).to(sinks_N.dtype)
+        return grad_q.to(q_BNCD.dtype), grad_k, grad_v, grad_sinks_N, None
 
 
 def _merge(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
@@ -120,7 +129,7 @@ class RingAttention:
     def __init__(self, group: Group) -> None:
         self.group = group
 
-    def __call__(self, q_BCND: Tensor, k_BCMD: Tensor, v_BCMD: Tensor) -> Tensor:
+    def __call__(self, q_BCND: Tensor, k_BCMD: Tensor, v_BCMD: Tensor, sinks_N: Tensor | None = None) -> Tensor:
         """out_BCND."""
         inputs = (x.transpose(1, 2) for x in (q_BCND, k_BCMD, v_BCMD))
-        return cast("Tensor", _RingAttention.apply(*inputs, self.group)).transpose(1, 2)
+        return cast("Tensor", _RingAttention.apply(*inputs, sinks_N, self.group)).transpose(1, 2)

@@ -10,7 +10,7 @@ from torch import Tensor
 from moeplan.kernels import activation_reference, activation_torch
 from moeplan.kernels.triton_choice import default_backend
 
-ActivationKind = Literal["swiglu", "geglu", "gelu", "squared_relu"]
+ActivationKind = Literal["swiglu", "clamped_swiglu", "geglu", "gelu", "squared_relu"]
 
 
 class Activation(Protocol):
@@ -38,7 +38,8 @@ def activation(
     """y_RF = act(x), times ``probs_R`` where given, in the dtype of x.
 
     swiglu is silu(gate) * up, geglu is gelu(gate) * up with gate = x[:, :F] and up = x[:, F:]; gelu is the exact one
-    (erf); squared_relu is relu(x)**2. All but the reference keep only x and probs for backward and recompute the rest,
+    (erf); squared_relu is relu(x)**2; clamped_swiglu is GPT-OSS's (clamp(up, -7, 7) + 1) * g * sigmoid(1.702 g) with
+    g = min(gate, 7). All but the reference keep only x and probs for backward and recompute the rest,
     which is what lets FC2's output go (report section 1.6). x may have more than two dimensions without probs.
     """
     return BACKENDS[backend or default_backend(x_RG)](x_RG, kind, probs_R)

@@ -13,6 +13,8 @@ from torch.nn import functional as F
 
 _SILU_BACKWARD = torch.ops.aten.silu_backward
 _GELU_BACKWARD = torch.ops.aten.gelu_backward
+# GPT-OSS's clamped SwiGLU: where gate and up are cut off, and the gain inside the sigmoid.
+_LIMIT, _ALPHA = 7.0, 1.702
 
 
 def activation(x_RG: Tensor, kind: str, probs_R: Tensor | None = None) -> Tensor:
@@ -39,6 +41,25 @@ def _gated_backward(
     return grad_x_RG
 
 
+def _clamped_swiglu(x_RG: Tensor) -> Tensor:
+    gate_RF, up_RF = x_RG.chunk(2, -1)
+    gate_RF = gate_RF.clamp(max=_LIMIT)
+    return up_RF.clamp(-_LIMIT, _LIMIT).add_(1).mul_(gate_RF).mul_(torch.sigmoid(_ALPHA * gate_RF))
+
+
+def _clamped_swiglu_backward(grad_RF: Tensor, x_RG: Tensor) -> Tensor:
+    gate_RF, up_RF = x_RG.chunk(2, -1)
+    grad_x_RG = torch.empty_like(x_RG)
+    grad_gate_RF, grad_up_RF = grad_x_RG.chunk(2, -1)
+    clamped_RF = gate_RF.clamp(max=_LIMIT)
+    sigmoid_RF = torch.sigmoid(_ALPHA * clamped_RF)
+    torch.mul(grad_RF, clamped_RF * sigmoid_RF, out=grad_up_RF)
+    grad_up_RF.mul_(up_RF.abs() <= _LIMIT)
+    slope_RF = sigmoid_RF * (1 + _ALPHA * clamped_RF * (1 - sigmoid_RF)) * (gate_RF <= _LIMIT)
+    torch.mul(grad_RF, slope_RF * (up_RF.clamp(-_LIMIT, _LIMIT) + 1), out=grad_gate_RF)
+    return grad_x_RG
+
+
 def _squared_relu(x_RF: Tensor) -> Tensor:
     return F.relu(x_RF).square_()
 
@@ -46,6 +67,7 @@ def _squared_relu(x_RF: Tensor) -> Tensor:
 # kind -> (forward, gradient of x from the gradient of y and x)
 _KINDS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
     "swiglu": (lambda x: _gated(F.silu, x), lambda grad, x: _gated_backward(F.silu, _SILU_BACKWARD, grad, x)),
+    "clamped_swiglu": (_clamped_swiglu, _clamped_swiglu_backward),
     "geglu": (lambda x: _gated(F.gelu, x), lambda grad, x: _gated_backward(F.gelu, _GELU_BACKWARD, grad, x)),
     "gelu": (F.gelu, _GELU_BACKWARD),
     "squared_relu": (_squared_relu, lambda grad, x: F.relu(x).mul_(grad).mul_(2)),

@@ -17,8 +17,8 @@ from torch.autograd.function import once_differentiable
 
 from moeplan.kernels.triton_launch import block_of, compute_dtype
 
-_CODES = {"swiglu": 0, "geglu": 1, "gelu": 1, "squared_relu": 2}
-_GATED = ("swiglu", "geglu")
+_CODES = {"swiglu": 0, "geglu": 1, "gelu": 1, "squared_relu": 2, "clamped_swiglu": 3}
+_GATED = ("swiglu", "clamped_swiglu", "geglu")
 
 
 def activation(x_RG: Tensor, kind: str, probs_R: Tensor | None = None) -> Tensor:
@@ -38,6 +38,9 @@ def _act(
         return x / (1 + tl.exp(-x))
     if CODE == 1:
         return 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
+    if CODE == 3:
+        clamped = tl.minimum(x, 7.0)
+        return clamped / (1 + tl.exp(-1.702 * clamped))
     return tl.where(x > 0, x * x, 0.0)
 
 
@@ -52,7 +55,21 @@ def _act_slope(
     if CODE == 1:
         # 0.3989... is 1 / sqrt(2 pi).
         return 0.5 * (1 + tl.erf(x * 0.7071067811865476)) + x * tl.exp(-0.5 * x * x) * 0.3989422804014327
+    if CODE == 3:
+        clamped = tl.minimum(x, 7.0)
+        sigmoid = 1 / (1 + tl.exp(-1.702 * clamped))
+        return tl.where(x <= 7.0, sigmoid * (1 + 1.702 * clamped * (1 - sigmoid)), 0.0)
     return tl.where(x > 0, 2 * x, 0.0)
+
+
+@triton.jit
+def _up(
+    x,
+    CODE: tl.constexpr,
+):
+    if CODE == 3:
+        return tl.minimum(tl.maximum(x, -7.0), 7.0) + 1
+    return x
 
 
 @triton.jit
@@ -74,7 +91,7 @@ def _forward(
         mask = cols < F
         y = _act(tl.load(x_row + cols, mask, 0).to(DTYPE), CODE)
         if GATED:
-            y *= tl.load(x_row + F + cols, mask, 0).to(DTYPE)
+            y *= _up(tl.load(x_row + F + cols, mask, 0).to(DTYPE), CODE)
         if HAS_PROBS:
             y *= tl.load(probs_ptr + row).to(DTYPE)
         tl.store(y_ptr + row * F + cols, y.to(y_ptr.dtype.element_ty), mask)
@@ -108,7 +125,11 @@ def _backward(
             weighted = grad * tl.load(probs_ptr + row).to(DTYPE)
         if GATED:
             up = tl.load(x_ptr + first + F + cols, mask, 0).to(DTYPE)
-            tl.store(grad_x_ptr + first + F + cols, (weighted * act).to(grad_x_ptr.dtype.element_ty), mask)
+            grad_up = weighted * act
+            if CODE == 3:
+                grad_up = tl.where(tl.abs(up) <= 7.0, grad_up, 0.0)
+            tl.store(grad_x_ptr + first + F + cols, grad_up.to(grad_x_ptr.dtype.element_ty), mask)
+            up = _up(up, CODE)
             weighted *= up
             act *= up
         grad_gate = weighted * _act_slope(gate, CODE)

@@ -10,10 +10,21 @@ from torch import Tensor
 def rotary_tables(
     positions_L: Tensor, width: int, theta: float, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:
-    """Tables cos and sin, each [L, D/2], of position / theta**(2i/D); angles in fp64 (fp32 blurs far ones)."""
-    exponent = torch.arange(0, width, 2, dtype=torch.float64, device=positions_L.device) / width
-    angle = positions_L.to(torch.float64)[:, None] / theta**exponent
-    return angle.cos().to(dtype), angle.sin().to(dtype)
+    """Tables cos and sin, each [L, D/2], of position / theta**(2i/D)."""
+    return tables_of(positions_L, rotary_frequencies(width, theta, positions_L.device), dtype)
+
+
+def rotary_frequencies(width: int, theta: float, device: torch.device | None = None) -> Tensor:
+    """Radians a position [D/2] of each pair of channels, theta**(-2i/D) in fp64."""
+    return theta ** (-torch.arange(0, width, 2, dtype=torch.float64, device=device) / width)
+
+
+def tables_of(
+    positions_L: Tensor, frequencies: Tensor, dtype: torch.dtype = torch.float32, factor: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Tables cos and sin, each [L, D/2], times ``factor``; angles in fp64 (fp32 blurs far ones)."""
+    angle = positions_L.to(torch.float64)[:, None] * frequencies
+    return (angle.cos() * factor).to(dtype), (angle.sin() * factor).to(dtype)
 
 
 def apply_rotary(x_BLND: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ class RouterOptions:
     top_groups: int = 1
     scaling_factor: float = 1.0
     normalize_top_k: bool = True
+    group_score_experts: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +68,13 @@ def route(logits_TE: Tensor, options: RouterOptions, bias_E: Tensor | None = Non
 
 
 def _choose(scores_TE: Tensor, options: RouterOptions) -> Tensor:
-    """Indices [T, K] of the top K, inside the ``top_groups`` groups whose best K/top_groups scores sum highest."""
+    """Indices [T, K] of the top K, inside the ``top_groups`` groups whose best scores sum highest.
+
+    Summed are ``group_score_experts`` of each group, K/top_groups unless given.
+    """
     if options.num_groups > 1:
         scores_TGN = scores_TE.unflatten(1, (options.num_groups, -1))
-        per_group = max(1, options.top_k // options.top_groups)
+        per_group = options.group_score_experts or max(1, options.top_k // options.top_groups)
         group_score_TG = scores_TGN.topk(per_group, -1).values.sum(-1)
         chosen = group_score_TG.topk(options.top_groups, -1, sorted=False).indices
         refused_TG = torch.ones_like(group_score_TG, dtype=torch.bool).scatter_(1, chosen, value=False)

@@ -1,9 +1,10 @@
 """Architecture of a transformer, dense or Mixture-of-Experts. Sizes are numbers of elements."""
 
+import math
 from functools import cached_property
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from moeplan.record import Record
 
@@ -25,11 +26,14 @@ class GqaAttention(Record):
     sliding_period: PositiveInt = Field(
         default=1, description="one layer in this many is windowed, the first included; the rest see all keys"
     )
+    rotary_dim: int = Field(default=0, ge=0, description="leading channels of a head that are rotated, 0 for all")
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
+        if self.rotary_dim % 2 or self.rotary_dim > self.head_dim:
+            raise ValueError(f"rotary_dim {self.rotary_dim} is not an even number up to head_dim {self.head_dim}")
         return self
 
     @property
@@ -69,12 +73,67 @@ class MlaAttention(Record):
 Attention = Annotated[GqaAttention | MlaAttention, Field(discriminator="kind")]
 
 
+class YarnScaling(Record):
+    """YaRN (arXiv 2309.00071): slow rotary channels interpolated by ``factor``, fast ones left, a ramp between them."""
+
+    kind: Literal["yarn"] = "yarn"
+    factor: float = Field(ge=1)
+    original_max_positions: PositiveInt
+    beta_fast: PositiveFloat = Field(default=32.0, description="turns over the original length that end interpolation")
+    beta_slow: PositiveFloat = Field(default=1.0, description="turns over the original length that begin the ramp")
+    truncate: bool = Field(default=True, description="the ramp begins and ends at whole channels")
+    attention_factor: PositiveFloat | None = Field(default=None, description="of cos and sin; left out: by mscale")
+    mscale: float = Field(default=0.0, ge=0)
+    mscale_all_dim: float = Field(default=0.0, ge=0)
+
+    def _magnitude(self, mscale: float) -> float:
+        return 0.1 * mscale * math.log(self.factor) + 1
+
+    @property
+    def table_factor(self) -> float:
+        """What cos and sin are multiplied by."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return self._magnitude(self.mscale) / self._magnitude(self.mscale_all_dim)
+        return self._magnitude(1)
+
+    @property
+    def softmax_factor(self) -> float:
+        """What latent attention multiplies its scores by."""
+        return self._magnitude(self.mscale_all_dim) ** 2
+
+
+class Llama3Scaling(Record):
+    """Llama 3.1: channels of wavelengths beyond the original length slowed by ``factor``, short ones left."""
+
+    kind: Literal["llama3"] = "llama3"
+    factor: float = Field(ge=1)
+    original_max_positions: PositiveInt
+    low_freq_factor: PositiveFloat = 1.0
+    high_freq_factor: PositiveFloat = 4.0
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.low_freq_factor >= self.high_freq_factor:
+            raise ValueError(
+                f"low_freq_factor {self.low_freq_factor} is not below high_freq_factor {self.high_freq_factor}"
+            )
+        return self
+
+
+RopeScaling = Annotated[YarnScaling | Llama3Scaling, Field(discriminator="kind")]
+
+
 class Router(Record):
     """How tokens choose experts (report section 7)."""
 
     score_function: Literal["softmax", "sigmoid"] = "softmax"
     num_groups: PositiveInt = 1
     top_groups: PositiveInt = 1
+    group_score_experts: PositiveInt | None = Field(
+        default=None, description="best scores of a group that are summed to rank it; left out: top_k / top_groups"
+    )
     scaling_factor: float = Field(default=1.0, gt=0)
     normalize_top_k: bool = Field(default=True, description="weights of the chosen experts sum to the scaling factor")
     aux_loss: Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss"] = "aux_loss"
@@ -82,6 +141,11 @@ class Router(Record):
     z_loss_coeff: float = Field(default=0.0, ge=0)
     expert_bias: bool = False
     bias_update_rate: float = Field(default=1e-3, ge=0)
+    capacity_factor: PositiveFloat = Field(
+        default=1.0, description="copies an expert takes over its balanced share, under routing drop"
+    )
+    pad_to_capacity: bool = Field(default=True, description="each expert gets exactly its capacity: static shapes")
+    drop_policy: Literal["probs", "position"] = Field(default="probs", description="which copies are kept")
 
 
 class Moe(Record):
@@ -124,8 +188,9 @@ class ModelSpec(Record):
     num_mtp_layers: int = Field(default=0, ge=0)
     mtp_loss_scaling_factor: float = 0.1
     tied_embeddings: bool = False
-    activation: Literal["swiglu", "geglu", "gelu", "squared_relu"] = "swiglu"
+    activation: Literal["swiglu", "clamped_swiglu", "geglu", "gelu", "squared_relu"] = "swiglu"
     rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
     norm_eps: float = 1e-6
     source: str = ""
 
@@ -161,7 +226,7 @@ class ModelSpec(Record):
     @property
     def is_gated(self) -> bool:
         """Whether the MLP has a gate and an up projection (three matrices) rather than one (two)."""
-        return self.activation in ("swiglu", "geglu")
+        return self.activation in ("swiglu", "clamped_swiglu", "geglu")
 
     @property
     def mlp_matrices(self) -> int:

@@ -8,7 +8,7 @@ from triton.compiler import ASTSource
 from moeplan.kernels import accumulate_triton, activation_triton, cross_entropy_triton, permute_triton, rotary_triton
 
 FP32 = {"DTYPE": tl.float32, "BLOCK": 1024}
-ACTIVATION = [FP32 | {"CODE": code, "GATED": code < 2, "HAS_PROBS": code != 1} for code in (0, 1, 2)]
+ACTIVATION = [FP32 | {"CODE": code, "GATED": code != 2, "HAS_PROBS": code != 1} for code in (0, 1, 2, 3)]
 # Kernel, types of its other arguments, and the constants of each variant.
 KERNELS = (
     (accumulate_triton._add, "*fp32 *bf16 i64", [{"BLOCK": 4096}]),

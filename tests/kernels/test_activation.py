@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from moeplan.kernels.activation import BACKENDS, ActivationKind, activation
 
-KINDS: tuple[ActivationKind, ...] = ("swiglu", "geglu", "gelu", "squared_relu")
-GATED = ("swiglu", "geglu")
+KINDS: tuple[ActivationKind, ...] = ("swiglu", "clamped_swiglu", "geglu", "gelu", "squared_relu")
+GATED = ("swiglu", "clamped_swiglu", "geglu")
 
 
 def _sigmoid(x: float) -> float:
@@ -24,6 +24,7 @@ def _normal_cdf(x: float) -> float:
 # Formula of one element from gate and up (x and nothing for the kinds without a gate).
 FORMULAS = {
     "swiglu": lambda gate, up: gate * _sigmoid(gate) * up,
+    "clamped_swiglu": lambda gate, up: min(gate, 7) * _sigmoid(1.702 * min(gate, 7)) * (min(max(up, -7), 7) + 1),
     "geglu": lambda gate, up: gate * _normal_cdf(gate) * up,
     "gelu": lambda x, _: x * _normal_cdf(x),
     "squared_relu": lambda x, _: max(x, 0.0) ** 2,
@@ -74,6 +75,15 @@ class Contract:
         assert (y_RF.dtype, x_RG.grad.dtype, probs_R.grad.dtype) == (torch.bfloat16, torch.bfloat16, torch.float32)
         # Three roundings to 2**-9 each at most.
         torch.testing.assert_close(y_RF.double(), exact, rtol=2**-7, atol=1e-3)
+
+    def test_gpt_oss_cuts_off_what_is_large(self) -> None:
+        x_RG = torch.tensor([[9.0, 2.0, -9.0, 8.0], [-9.0, 6.0, 3.0, -8.0]], dtype=torch.float64, requires_grad=True)
+        y_RF = activation(x_RG, "clamped_swiglu", backend=self.backend)
+        expected = [[FORMULAS["clamped_swiglu"](row[f], row[f + 2]) for f in (0, 1)] for row in x_RG.tolist()]
+        torch.testing.assert_close(y_RF, torch.tensor(expected, dtype=torch.float64))
+        (grad_RG,) = torch.autograd.grad(y_RF.sum(), x_RG)
+        assert (grad_RG == 0).tolist() == [[True, False, True, True], [False, False, False, True]]
+        assert torch.autograd.gradcheck(lambda x: activation(x, "clamped_swiglu", backend=self.backend), (x_RG,))
 
     def test_leading_dimensions_are_kept_without_probabilities(self) -> None:
         y = activation(torch.ones(2, 3, 8), "swiglu", backend=self.backend)
