@@ -77,6 +77,7 @@ class Trainer:
         )
         self.checkpoints = Checkpointer(plan, run, mesh, self.model, self.optimizer) if run.save_folder else None
         self.spikes = SpikeGuard(run.spike_factor)
+        self.current_step, self.progress = 0, 0  # what the watchdog looks at: 0 between steps, and micro-batches begun
         self.first_step = 0
         self.stop_requested = False  # set by a signal, at any time
         self.is_stopping = False  # all ranks know of it and save their state
@@ -140,7 +141,7 @@ class Trainer:
 
     def _micro_batch(self, number: int, index: int) -> MicroBatch:
         """Ids of micro-batch ``index`` of this rank's dp index."""
-        plan = self.plan
+        plan, self.progress = self.plan, self.progress + 1
         first = (self.mesh.dp.index * plan.num_micro_batches + index) * plan.mbs
         tokens, targets = self.tokens.batch(number, first, plan.mbs)
         return cut_micro_batch(self._moved(tokens), self._moved(targets), plan, self.mesh.cp)
@@ -184,8 +185,10 @@ def train(trainer: Trainer, report: Progress, log: StepLog | None = None) -> Tra
 def _timed_step(  # noqa: PLR0917 - what a run writes to
     trainer: Trainer, number: int, timer: StepTimer, record: TrainingRecord, report: Progress, log: StepLog | None
 ) -> None:
+    trainer.current_step = number + 1
     with timer.step():
         result = trainer.step(number)
+    trainer.current_step = 0
     record.losses.append(result.loss)
     if log is not None:
         log.step(_logged(trainer, number, result, timer.all_times_s[-1]))

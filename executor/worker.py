@@ -12,11 +12,13 @@ import threading
 import time
 import traceback
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from moeplan.errors import InvalidInputError, MoeplanError
 from moeplan.executor.check import check_run, check_supported, check_world
@@ -36,6 +38,7 @@ from moeplan.executor.measurement import gather_figures, make_figures, measure_r
 from moeplan.executor.mesh import build_mesh
 from moeplan.executor.step_log import StepLog
 from moeplan.executor.train import Trainer, TrainingRecord, train
+from moeplan.executor.watchdog import Watchdog, end_process
 from moeplan.files import read_toml, validate, write_text_atomically
 from moeplan.plan import Plan
 from moeplan.run_config import RunConfig
@@ -101,13 +104,20 @@ def run_rank(plan_path: Path, run_path: Path | None, out_path: Path) -> None:
 def _train(trainer: Trainer, rank: int) -> TrainingRecord:
     """All steps; rank 0 reports them, and writes the log where the run asks for one."""
     folder = trainer.run.log_folder
-    if rank > 0 or not folder:
-        return train(trainer, _report if rank == 0 else _ignore)
-    log = StepLog(Path(folder), trainer.first_step)
-    try:
-        return train(trainer, _report, log)
-    finally:
-        log.close()
+    with _watchdog(trainer, rank):
+        if rank > 0 or not folder:
+            return train(trainer, _report if rank == 0 else _ignore)
+        log = StepLog(Path(folder), trainer.first_step)
+        try:
+            return train(trainer, _report, log)
+        finally:
+            log.close()
+
+
+def _watchdog(trainer: Trainer, rank: int) -> Watchdog:
+    """A store of its own: the one of the process group may be in use by a collective that hangs."""
+    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    return Watchdog(trainer, store, trainer.run.hang_timeout_s, partial(end_process, rank))
 
 
 def _world() -> tuple[int, int]:
