@@ -1,0 +1,74 @@
+"""Adam in one pass: each of main weights, gradients and moments is read once, and the 16-bit weights are written along.
+
+32 bytes a parameter with fp32 moments and bf16 weights, where scaling, torch's step and a copy take 42.
+
+Shapes: N elements.
+"""
+# ruff: noqa: ANN001, ANN202, PLR0917 - Triton takes by position, and reads every annotation as a constant
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from moeplan.kernels.triton_launch import compute_dtype
+
+if TYPE_CHECKING:
+    from moeplan.kernels.adam import AdamOptions, AdamState
+
+_BLOCK = 2048
+
+
+@triton.jit
+def _step(
+    main_ptr,
+    grad_ptr,
+    first_ptr,
+    second_ptr,
+    weight_ptr,
+    corrections_ptr,
+    N,
+    lr,
+    beta1,
+    beta2,
+    eps,
+    weight_decay,
+    grad_scale,
+    HAS_WEIGHT: tl.constexpr,
+    DTYPE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = place < N
+    main = tl.load(main_ptr + place, mask, 0).to(DTYPE)
+    grad = tl.load(grad_ptr + place, mask, 0).to(DTYPE) * grad_scale
+    first = tl.load(first_ptr + place, mask, 0).to(DTYPE)
+    second = tl.load(second_ptr + place, mask, 0).to(DTYPE)
+    first += (1 - beta1) * (grad - first)
+    second += (1 - beta2) * (grad * grad - second)
+    correction1 = tl.load(corrections_ptr).to(DTYPE)
+    correction2 = tl.load(corrections_ptr + 1).to(DTYPE)
+    change = first / correction1 / (tl.sqrt(second / correction2) + eps)
+    main -= lr * (weight_decay * main + change)
+    tl.store(main_ptr + place, main, mask)
+    tl.store(first_ptr + place, first.to(first_ptr.dtype.element_ty), mask)
+    tl.store(second_ptr + place, second.to(second_ptr.dtype.element_ty), mask)
+    if HAS_WEIGHT:
+        tl.store(weight_ptr + place, main.to(weight_ptr.dtype.element_ty), mask)
+
+
+def adam_(state: "AdamState", options: "AdamOptions") -> None:
+    """See :func:`moeplan.kernels.adam.adam_`."""
+    num_elements = state.main_N.numel()
+    if not num_elements:
+        return
+    num_steps = state.num_steps.to(torch.float64)
+    corrections = torch.stack([1 - torch.pow(options.beta1, num_steps), 1 - torch.pow(options.beta2, num_steps)])
+    weight_N = state.main_N if state.weight_N is None else state.weight_N
+    _step[triton.cdiv(num_elements, _BLOCK),](
+        state.main_N, state.grad_N, state.first_N, state.second_N, weight_N, corrections, num_elements,
+        options.lr, options.beta1, options.beta2, options.eps, options.weight_decay, options.grad_scale,
+        state.weight_N is not None, compute_dtype(state.main_N), _BLOCK,
+    )  # fmt: skip

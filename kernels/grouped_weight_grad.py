@@ -1,0 +1,55 @@
+"""Weight gradients of a grouped GEMM, added to main gradients.
+
+Shapes: T rows sorted by expert, H input width, F output width, E experts.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from moeplan.kernels import grouped_weight_grad_torch
+from moeplan.kernels.main_grad import MainGrad
+
+
+class GroupedWeightGrad(Protocol):
+    """A back end: arguments of :func:`add_grouped_weight_grad_`."""
+
+    def __call__(self, main: MainGrad, x_TH: Tensor, grad_TF: Tensor, offsets_E: Tensor) -> None: ...
+
+
+def _triton(main: MainGrad, x_TH: Tensor, grad_TF: Tensor, offsets_E: Tensor) -> None:
+    from moeplan.kernels import grouped_weight_grad_triton  # noqa: PLC0415 - loads a compiler no CPU process needs
+
+    grouped_weight_grad_triton.add_(main, x_TH, grad_TF, offsets_E)
+
+
+BACKENDS: dict[str, GroupedWeightGrad] = {
+    "reference": grouped_weight_grad_torch.add_by_expert_,
+    "torch": grouped_weight_grad_torch.add_,
+    "triton": _triton,
+}
+
+
+def add_grouped_weight_grad_(
+    main: MainGrad, x_TH: Tensor, grad_TF: Tensor, offsets_E: Tensor, *, backend: str | None = None
+) -> None:
+    """``main`` [E, H, F] plus x[rows of e].t() @ grad[rows of e] for each expert e.
+
+    ``offsets_E`` is as :func:`moeplan.kernels.grouped_gemm.grouped_gemm` takes it; an expert without rows gets zeros
+    from the first gradient of a step.
+    """
+    BACKENDS[backend or _default(main.total, x_TH)](main, x_TH, grad_TF, offsets_E)
+
+
+def _default(total_EHF: Tensor, x_TH: Tensor) -> str:
+    """``triton`` where the kernel's bulk copies work: Hopper or later, bf16 into fp32, H of whole tiles of 128."""
+    takes_it = (
+        x_TH.is_cuda
+        and x_TH.dtype == torch.bfloat16
+        and total_EHF.dtype == torch.float32
+        and total_EHF.shape[1] % 128 == 0
+        and total_EHF.shape[2] % 8 == 0
+        and torch.cuda.get_device_capability(x_TH.device)[0] >= 9
+    )
+    return "triton" if takes_it else "torch"

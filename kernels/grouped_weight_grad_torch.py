@@ -1,0 +1,35 @@
+"""Weight gradients of a grouped GEMM by torch: all experts in one call and then one addition, or expert by expert.
+
+Shapes: T rows sorted by expert, H input width, F output width, E experts.
+"""
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from moeplan.kernels import grouped_gemm_torch
+from moeplan.kernels.main_grad import MainGrad
+from moeplan.kernels.weight_grad import add_weight_grad_
+
+
+def add_(main: MainGrad, x_TH: Tensor, grad_TF: Tensor, offsets_E: Tensor) -> None:
+    """See :func:`moeplan.kernels.grouped_weight_grad.add_grouped_weight_grad_`; a 16-bit gradient is made and added.
+
+    What grouped_mm does not take goes expert by expert.
+    """
+    if grouped_gemm_torch.is_supported(x_TH, main.total):
+        main.add_(F.grouped_mm(x_TH.t(), grad_TF, offs=offsets_E))
+    else:
+        add_by_expert_(main, x_TH, grad_TF, offsets_E)
+
+
+def add_by_expert_(main: MainGrad, x_TH: Tensor, grad_TF: Tensor, offsets_E: Tensor) -> None:
+    """One GEMM an expert. Copies the offsets to the host."""
+    start = 0
+    for total_HF, end in zip(main.total.unbind(), offsets_E.tolist(), strict=True):
+        part = MainGrad(total_HF, main.is_clear)
+        if end > start:
+            add_weight_grad_(part, x_TH[start:end], grad_TF[start:end])
+        else:
+            part.finish_()
+        start = end
+    main.is_clear = False

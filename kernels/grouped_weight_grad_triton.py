@@ -1,0 +1,163 @@
+"""Weight gradients of a grouped GEMM added to fp32 main gradients in the kernel's own epilogue, for Hopper.
+
+A persistent kernel: each program takes output tiles of all experts in turn. Operands come by bulk copies (TMA), whose
+transposes the tensor cores read in place. The addition is a bulk reduction in L2 (no tile of the total comes to the
+multiprocessor), so the next tile's products start while it drains; each element is added once, so it is exact and the
+same in every run. The last rows of an expert, fewer than a block, are loaded with a mask.
+
+Shapes: T rows sorted by expert, H input width, F output width, E experts.
+"""
+# ruff: noqa: ANN001, ANN202, PLR0917 - Triton takes by position, and reads every annotation as a constant
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from moeplan.kernels.main_grad import MainGrad
+
+_TILES_A_GROUP = 8  # tiles of H that follow one another before F moves on: their operands stay in L2
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Tile of H x F, rows a step, and how the output leaves: in ``2**halvings`` parts, added by ``reduce`` or not."""
+
+    tile_h: int = 128
+    tile_f: int = 256
+    rows: int = 64
+    num_stages: int = 4
+    num_warps: int = 8
+    halvings: int = 2
+    programs_a_processor: int = 1
+    reduce: bool = True
+
+
+CONFIG = Config()
+
+
+@triton.jit
+def _put(
+    total_desc,
+    part,
+    expert,
+    first_h,
+    first_f,
+    IS_FIRST: tl.constexpr,
+    REDUCE: tl.constexpr,
+):
+    block = part[None, :, :]
+    if IS_FIRST:
+        total_desc.store([expert, first_h, first_f], block)
+    elif REDUCE:
+        total_desc.atomic_add([expert, first_h, first_f], block)
+    else:
+        total_desc.store([expert, first_h, first_f], total_desc.load([expert, first_h, first_f]) + block)
+
+
+@triton.jit
+def _put_halves(
+    total_desc,
+    part,
+    expert,
+    first_h,
+    first_f,
+    IS_FIRST: tl.constexpr,
+    REDUCE: tl.constexpr,
+    HALVINGS: tl.constexpr,
+    TILE_H: tl.constexpr,
+    TILE_F: tl.constexpr,
+):
+    if HALVINGS == 0:
+        _put(total_desc, part, expert, first_h, first_f, IS_FIRST, REDUCE)
+    else:
+        HALF: tl.constexpr = TILE_F // 2
+        left, right = tl.reshape(part, (TILE_H, 2, HALF)).permute(0, 2, 1).split()
+        _put_halves(
+            total_desc, left, expert, first_h, first_f, IS_FIRST, REDUCE, HALVINGS - 1, TILE_H, HALF
+        )  # fmt: skip
+        _put_halves(
+            total_desc, right, expert, first_h, first_f + HALF, IS_FIRST, REDUCE, HALVINGS - 1, TILE_H, HALF
+        )  # fmt: skip
+
+
+@triton.jit
+def _add_products(
+    x_desc,
+    grad_desc,
+    total_desc,
+    x_ptr,
+    grad_ptr,
+    offsets_ptr,
+    E,
+    H,
+    F,
+    TILE_H: tl.constexpr,
+    TILE_F: tl.constexpr,
+    ROWS: tl.constexpr,
+    HALVINGS: tl.constexpr,
+    IS_FIRST: tl.constexpr,
+    REDUCE: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    tiles_h = tl.cdiv(H, TILE_H)
+    tiles_f = tl.cdiv(F, TILE_F)
+    tiles = tiles_h * tiles_f
+    for tile in range(tl.program_id(0), E * tiles, tl.num_programs(0)):
+        expert = tile // tiles
+        place = tile % tiles
+        first_of_group = place // (GROUP * tiles_f) * GROUP
+        group = tl.minimum(tiles_h - first_of_group, GROUP)
+        first_h = (first_of_group + place % (GROUP * tiles_f) % group) * TILE_H
+        first_f = place % (GROUP * tiles_f) // group * TILE_F
+        start = tl.load(offsets_ptr + tl.maximum(expert - 1, 0))
+        start = tl.where(expert > 0, start, 0)
+        end = tl.load(offsets_ptr + expert)
+        product = tl.zeros((TILE_H, TILE_F), tl.float32)
+        whole_end = start + (end - start) // ROWS * ROWS
+        for row in range(start, whole_end, ROWS):
+            x = x_desc.load([row, first_h])
+            grad = grad_desc.load([row, first_f])
+            product = tl.dot(x.T, grad, product)
+        if whole_end < end:
+            rows = whole_end + tl.arange(0, ROWS).to(tl.int64)
+            cols_h = first_h + tl.arange(0, TILE_H)
+            cols_f = first_f + tl.arange(0, TILE_F)
+            here = (rows < end)[:, None]
+            x = tl.load(x_ptr + rows[:, None] * H + cols_h[None, :], here & (cols_h < H)[None, :], 0.0)
+            grad = tl.load(grad_ptr + rows[:, None] * F + cols_f[None, :], here & (cols_f < F)[None, :], 0.0)
+            product = tl.dot(x.T, grad, product)
+        _put_halves(
+            total_desc, product, expert, first_h, first_f, IS_FIRST, REDUCE, HALVINGS, TILE_H, TILE_F
+        )  # fmt: skip
+
+
+def add_(main: MainGrad, x_TH: Tensor, grad_TF: Tensor, offsets_E: Tensor, config: Config = CONFIG) -> None:
+    """See :func:`moeplan.kernels.grouped_weight_grad.add_grouped_weight_grad_`. Rows of 16 whole bytes."""
+    total_EHF = main.total
+    x_TH, grad_TF = x_TH.contiguous(), grad_TF.contiguous()
+    if not len(x_TH):  # no bulk copy has a dimension of 0
+        main.finish_()
+        return
+    E, H, F = total_EHF.shape
+    out_width = config.tile_f >> config.halvings
+    reduce = config.reduce and x_TH.is_cuda  # Triton's interpreter has no bulk reduction
+    num_tiles = E * triton.cdiv(H, config.tile_h) * triton.cdiv(F, config.tile_f)
+    num_programs = min(num_tiles, config.programs_a_processor * _num_processors(x_TH.device))
+    _add_products[num_programs,](
+        TensorDescriptor.from_tensor(x_TH, [config.rows, config.tile_h]),
+        TensorDescriptor.from_tensor(grad_TF, [config.rows, config.tile_f]),
+        TensorDescriptor.from_tensor(total_EHF, [1, config.tile_h, out_width]),
+        x_TH, grad_TF, offsets_E, E, H, F, config.tile_h, config.tile_f, config.rows, config.halvings,
+        main.is_clear, reduce, _TILES_A_GROUP, num_stages=config.num_stages, num_warps=config.num_warps,
+    )  # fmt: skip
+    main.is_clear = False
+
+
+def _num_processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; on a CPU, where the interpreter runs programs in turn, a few."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
