@@ -1,17 +1,20 @@
 """How one layer's forward runs beside another micro-batch's backward under expert-parallel overlap.
 
-The five steps of report section 2.5, which simulator and executor both follow. A layer has five segments, in order:
-``before`` (attention, norms, router, shared expert), ``dispatch``, ``expert``, ``combine`` and ``after`` (weighing
-and adding up what came back). ``f`` is a layer of the newer micro-batch, ``b`` one of the older.
+The five steps of report section 2.5, which simulator and executor both follow. A layer has four segments, in order:
+``before`` (what is left of the layer before it: weighing and adding up what came back; then attention, norms, router,
+shared expert), ``dispatch``, ``expert`` and ``combine``.
 """
 
 from typing import Literal, NamedTuple
 
-Segment = Literal["before", "dispatch", "expert", "combine", "after"]
+Segment = Literal["before", "dispatch", "expert", "combine"]
 
 
 class Work(NamedTuple):
-    """One segment of ``f`` (fwd) or ``b`` (dgrad; wgrad apart from it only where weight gradients are delayed)."""
+    """One segment of a layer of the newer micro-batch, ``f`` (fwd), or of the older, ``b``.
+
+    dgrad holds the weight gradients as well where they are not delayed; wgrad is nothing then.
+    """
 
     layer: Literal["f", "b"]
     segment: Segment
@@ -25,12 +28,10 @@ class PairStep(NamedTuple):
     compute: tuple[Work, ...]
 
 
-# The gradient of ``after`` is all that must come before the report's five steps.
 LAYER_PAIR: tuple[PairStep, ...] = (
-    PairStep(None, (Work("b", "after", "dgrad"),)),
     PairStep(Work("b", "combine", "dgrad"), (Work("f", "before", "fwd"),)),
     PairStep(Work("f", "dispatch", "fwd"), (Work("b", "expert", "dgrad"),)),
     PairStep(Work("b", "dispatch", "dgrad"), (Work("b", "expert", "wgrad"), Work("f", "expert", "fwd"))),
     PairStep(Work("f", "combine", "fwd"), (Work("b", "before", "dgrad"),)),
-    PairStep(None, (Work("b", "before", "wgrad"), Work("f", "after", "fwd"))),
+    PairStep(None, (Work("b", "before", "wgrad"),)),
 )

@@ -12,8 +12,8 @@ def _place(work: Work) -> tuple[int, int]:
 
 
 def test_every_segment_runs_once_and_after_what_it_needs() -> None:
-    forward = [Work("f", segment, "fwd") for segment in ("before", "dispatch", "expert", "combine", "after")]
-    backward = [Work("b", segment, "dgrad") for segment in ("after", "combine", "expert", "dispatch", "before")]
+    forward = [Work("f", segment, "fwd") for segment in ("before", "dispatch", "expert", "combine")]
+    backward = [Work("b", segment, "dgrad") for segment in ("combine", "expert", "dispatch", "before")]
     weights = [Work("b", segment, "wgrad") for segment in ("expert", "before")]
     listed = [work for step in LAYER_PAIR for work in (step.exchange, *step.compute) if work is not None]
     assert sorted(listed) == sorted([*forward, *backward, *weights])
