@@ -13,6 +13,41 @@ from torch.nn import functional as F
 from moeplan.executor.collectives import all_gather_raw, reduce_scatter_raw, scatter_rows
 from moeplan.executor.mesh import Group
 from moeplan.executor.scopes import scope
+from moeplan.kernels.main_grad import MainGrad, main_grad_of
+from moeplan.kernels.weight_grad import add_weight_grad_
+from moeplan.kernels.weight_grad_queue import now_or_later
+
+
+def weight_gradient(main: MainGrad | None, grad_TO: Tensor, x_TI: Tensor) -> Tensor | None:
+    """What backward hands to autograd for the weight: nothing where ``main`` takes its gradient [O, I]."""
+    if main is None:
+        with scope("dense_gemm"):
+            return grad_TO.t() @ x_TI
+
+    def add() -> None:
+        with scope("dense_gemm"):
+            add_weight_grad_(main, grad_TO, x_TI)
+
+    now_or_later(add)
+    return None
+
+
+class _Linear(Function):
+    @staticmethod
+    def forward(ctx: Any, x_LI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+        ctx.has_bias, ctx.main_grad = bias_O is not None, main_grad_of(weight_OI)
+        ctx.save_for_backward(x_LI, weight_OI)
+        return F.linear(x_LI, weight_OI, bias_O)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x_LI, weight_OI = ctx.saved_tensors
+        (grad_LO,) = grads
+        with scope("dense_gemm"):
+            grad_LI = grad_LO @ weight_OI if ctx.needs_input_grad[0] else None
+            grad_bias_O = grad_LO.sum(0) if ctx.has_bias else None
+        grad_OI = weight_gradient(ctx.main_grad, grad_LO, x_LI) if ctx.needs_input_grad[1] else None
+        return grad_LI, grad_OI, grad_bias_O
 
 
 class _ColumnLinear(Function):
@@ -20,7 +55,7 @@ class _ColumnLinear(Function):
 
     @staticmethod
     def forward(ctx: Any, x_LI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, group: Group) -> Tensor:
-        ctx.group, ctx.has_bias = group, bias_O is not None
+        ctx.group, ctx.has_bias, ctx.main_grad = group, bias_O is not None, main_grad_of(weight_OI)
         ctx.save_for_backward(x_LI, weight_OI)
         with scope("tp_comm"):
             x_TI = all_gather_raw(x_LI, group)
@@ -36,8 +71,8 @@ class _ColumnLinear(Function):
         with scope("tp_comm"):
             grad_LI = reduce_scatter_raw(partial_TI, ctx.group)
             x_TI = all_gather_raw(x_LI, ctx.group)
+        grad_OI = weight_gradient(ctx.main_grad, grad_TO, x_TI)
         with scope("dense_gemm"):
-            grad_OI = grad_TO.t() @ x_TI
             grad_bias_O = grad_TO.sum(0) if ctx.has_bias else None
         return grad_LI, grad_OI, grad_bias_O, None
 
@@ -56,9 +91,9 @@ def row_linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, group: Gr
 
 
 def local_linear(x_LI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """Tokens times a weight that needs no communication."""
+    """Tokens [L, I] times a weight that needs no communication."""
     with scope("dense_gemm"):
-        return F.linear(x_LI, weight_OI, bias_O)
+        return cast("Tensor", _Linear.apply(x_LI, weight_OI, bias_O))
 
 
 def vocabulary_range(vocab_size: int, group: Group) -> tuple[int, int]:

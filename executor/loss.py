@@ -14,6 +14,8 @@ from moeplan.executor.collectives import all_gather_raw, all_reduce, reduce_scat
 from moeplan.executor.mesh import Group
 from moeplan.executor.scopes import scope
 from moeplan.kernels.cross_entropy import logit_gradient_, logit_stats
+from moeplan.kernels.main_grad import main_grad_of
+from moeplan.kernels.weight_grad import add_weight_grad_
 
 
 class _HeadLoss(Function):
@@ -34,7 +36,7 @@ class _HeadLoss(Function):
                 sum_T = sum_T * (own_highest_T - highest_T).exp()
                 sum_T, target_logit_T = all_reduce(torch.stack([sum_T, target_logit_T]), group)
             log_sum_T = highest_T + sum_T.log()
-        ctx.group = group
+        ctx.group, ctx.main_grad = group, main_grad_of(weight_VH)
         ctx.logits_TV = logits_TV  # not saved as a tensor: backward turns it into its gradient
         ctx.save_for_backward(hidden_LH, weight_VH, log_sum_T, local_T)
         return log_sum_T - target_logit_T
@@ -50,7 +52,11 @@ class _HeadLoss(Function):
         with scope("loss"):
             grad_TV = logit_gradient_(logits_TV, log_sum_T, grads[0], local_T)
             del logits_TV
-            grad_VH = grad_TV.t() @ hidden_TH
+            grad_VH = None
+            if ctx.main_grad is None:
+                grad_VH = grad_TV.t() @ hidden_TH
+            else:
+                add_weight_grad_(ctx.main_grad, grad_TV, hidden_TH)
             partial_TH = grad_TV @ weight_VH
         with scope("tp_comm"):
             return reduce_scatter_raw(partial_TH, ctx.group), grad_VH, None, None, None

@@ -54,22 +54,6 @@ def _triton() -> Adam:
     return adam_triton.adam_
 
 
-BACKENDS: dict[str, Callable[[], Adam]] = {
-    "reference": lambda: adam_reference_,
-    "torch": lambda: adam_torch.adam_,
-    "triton": _triton,
-}
-
-
-def adam_(state: AdamState, options: AdamOptions, *, backend: str | None = None) -> None:
-    """With g = grad * grad_scale: main -= lr * (weight_decay * main + m / c1 / (sqrt(v / c2) + eps)), in place.
-
-    m = beta1 m + (1 - beta1) g, v = beta2 v + (1 - beta2) g**2, c = 1 - beta**num_steps. Moments may be kept in another
-    type than ``main_N``, in which all is computed. The torch back end scales the gradients in place.
-    """
-    BACKENDS[backend or default_backend(state.main_N)]()(state, options)
-
-
 @torch.no_grad()
 def adam_reference_(state: AdamState, options: AdamOptions) -> None:
     """:func:`adam_` as its formula says: any device and dtype, a copy of everything."""
@@ -84,3 +68,19 @@ def adam_reference_(state: AdamState, options: AdamOptions) -> None:
     state.second_N.copy_(second_N)
     if state.weight_N is not None:
         state.weight_N.copy_(state.main_N)
+
+
+BACKENDS: dict[str, Callable[[], Adam]] = {
+    "reference": lambda: adam_reference_,
+    "torch": lambda: adam_torch.adam_,
+    "triton": _triton,
+}
+
+
+def adam_(state: AdamState, options: AdamOptions, *, backend: str | None = None) -> None:
+    """With g = grad * grad_scale: main -= lr * (weight_decay * main + m / c1 / (sqrt(v / c2) + eps)), in place.
+
+    m = beta1 m + (1 - beta1) g, v = beta2 v + (1 - beta2) g**2, c = 1 - beta**num_steps. Moments may be kept in another
+    type than ``main_N``, in which all is computed. The torch back end scales the gradients in place.
+    """
+    BACKENDS[backend or default_backend(state.main_N)]()(state, options)

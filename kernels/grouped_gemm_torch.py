@@ -11,20 +11,10 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from moeplan.kernels import grouped_gemm_reference
-
-# Rows of every operand must start at a multiple of this (torch 2.13: "strides should be multiple of 16 bytes").
-ALIGNMENT_BYTES = 16
-
-
-def is_supported(x_TH: Tensor, weight_EHF: Tensor) -> bool:
-    """Whether grouped_mm takes these operands, in forward and in both gradients: the only statement of its limits.
-
-    torch 2.13: bf16 on CUDA (other dtypes there run a loop that waits for the host); bf16, fp16 and fp32 on CPU; H and
-    F of whole 16-byte words.
-    """
-    dtypes = (torch.bfloat16,) if x_TH.is_cuda else (torch.bfloat16, torch.float16, torch.float32)
-    widths_bytes = (width * x_TH.element_size() for width in weight_EHF.shape[1:])
-    return x_TH.dtype in dtypes and all(width_bytes % ALIGNMENT_BYTES == 0 for width_bytes in widths_bytes)
+from moeplan.kernels.grouped_mm_limits import is_supported
+from moeplan.kernels.grouped_weight_grad import add_grouped_weight_grad_
+from moeplan.kernels.main_grad import main_grad_of
+from moeplan.kernels.weight_grad_queue import now_or_later
 
 
 def grouped_gemm(x_TH: Tensor, weight_EHF: Tensor, offsets_E: Tensor) -> Tensor:
@@ -39,12 +29,16 @@ def grouped_gemm(x_TH: Tensor, weight_EHF: Tensor, offsets_E: Tensor) -> Tensor:
 
 
 class _GroupedGemm(torch.autograd.Function):
-    """grouped_mm with its gradients. torch's own refuse a gradient with stride 0, such as that of a sum."""
+    """grouped_mm with its gradients. torch's own refuse a gradient with stride 0, such as that of a sum.
+
+    That of the weight goes to its main gradient where it has one.
+    """
 
     @staticmethod
     def forward(ctx: Any, x_TH: Tensor, weight_EHF: Tensor, offsets_E: Tensor) -> Tensor:
         x_TH = x_TH.contiguous()
         ctx.save_for_backward(x_TH, weight_EHF, offsets_E)
+        ctx.main_grad = main_grad_of(weight_EHF)
         return F.grouped_mm(x_TH, weight_EHF, offs=offsets_E)
 
     @staticmethod
@@ -55,6 +49,9 @@ class _GroupedGemm(torch.autograd.Function):
         grad_x_TH = grad_weight_EHF = None
         if ctx.needs_input_grad[0]:
             grad_x_TH = F.grouped_mm(grad_TF, weight_EHF.transpose(1, 2), offs=offsets_E)
-        if ctx.needs_input_grad[1]:
+        main = ctx.main_grad
+        if ctx.needs_input_grad[1] and main is not None:
+            now_or_later(lambda: add_grouped_weight_grad_(main, x_TH, grad_TF, offsets_E))
+        elif ctx.needs_input_grad[1]:
             grad_weight_EHF = F.grouped_mm(x_TH.t(), grad_TF, offs=offsets_E)
         return grad_x_TH, grad_weight_EHF, None

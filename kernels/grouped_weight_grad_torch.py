@@ -6,7 +6,7 @@ Shapes: T rows sorted by expert, H input width, F output width, E experts.
 from torch import Tensor
 from torch.nn import functional as F
 
-from moeplan.kernels import grouped_gemm_torch
+from moeplan.kernels.grouped_mm_limits import is_supported
 from moeplan.kernels.main_grad import MainGrad
 from moeplan.kernels.weight_grad import add_weight_grad_
 
@@ -16,7 +16,7 @@ def add_(main: MainGrad, x_TH: Tensor, grad_TF: Tensor, offsets_E: Tensor) -> No
 
     What grouped_mm does not take goes expert by expert.
     """
-    if grouped_gemm_torch.is_supported(x_TH, main.total):
+    if is_supported(x_TH, main.total):
         main.add_(F.grouped_mm(x_TH.t(), grad_TF, offs=offsets_E))
     else:
         add_by_expert_(main, x_TH, grad_TF, offsets_E)

@@ -11,6 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from moeplan.kernels.main_grad import main_grad_of
+from moeplan.kernels.weight_grad import add_weight_grad_
+from moeplan.kernels.weight_grad_queue import now_or_later
+
 # Keeps a token whose scores all underflow from dividing 0 by 0.
 _TINY = 1e-20
 
@@ -50,8 +54,18 @@ def route(logits_TE: Tensor, options: RouterOptions, bias_E: Tensor | None = Non
 
     Weights are divided by their sum over the chosen K (where K > 1 and ``normalize_top_k``), then multiplied by the
     scaling factor; a softmax normalised so equals a softmax over the chosen logits. Gradients flow through
-    ``probs_TK`` and ``share_TE``.
+    ``probs_TK`` and ``share_TE``. One kernel each way on CUDA, where groups allow it.
     """
+    if logits_TE.is_cuda:
+        from moeplan.kernels import router_triton  # noqa: PLC0415 - loads a compiler no CPU process needs
+
+        if router_triton.is_supported(logits_TE.shape[1], options.num_groups):
+            return Routing(*router_triton.route(logits_TE, bias_E, options, _TINY))
+    return route_reference(logits_TE, options, bias_E)
+
+
+def route_reference(logits_TE: Tensor, options: RouterOptions, bias_E: Tensor | None = None) -> Routing:
+    """:func:`route` in plain autograd: any device, dtype and number of groups."""
     if options.score_function == "softmax":
         scores_TE = share_TE = torch.softmax(logits_TE, -1)
     else:
@@ -85,6 +99,10 @@ def _choose(scores_TE: Tensor, options: RouterOptions) -> Tensor:
 def count_tokens(expert_index_TK: Tensor, num_experts: int, num_sequences: int = 1) -> Tensor:
     """Copies routed to each expert [S, E] in fp32, for sequences that lie one after the other in T. No host wait."""
     index_SR = expert_index_TK.reshape(num_sequences, -1)
+    if index_SR.is_cuda:
+        from moeplan.kernels import router_triton  # noqa: PLC0415 - loads a compiler no CPU process needs
+
+        return router_triton.count_tokens(index_SR, num_experts)
     counts_SE = torch.zeros(num_sequences, num_experts, device=index_SR.device)
     return counts_SE.scatter_add_(1, index_SR, torch.ones((), device=index_SR.device).expand_as(index_SR))
 
@@ -122,15 +140,20 @@ class _HalfLogits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TH: Tensor, weight_EH: Tensor) -> Tensor:
         ctx.save_for_backward(x_TH, weight_EH)
+        ctx.main_grad = main_grad_of(weight_EH)
         if x_TH.is_cuda:
             return torch.mm(x_TH, weight_EH.t(), out_dtype=torch.float32)
         return F.linear(x_TH.float(), weight_EH.float())
 
     @staticmethod
-    def backward(ctx: Any, grad_TE: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, grad_TE: Tensor) -> tuple[Tensor, Tensor | None]:
         x_TH, weight_EH = ctx.saved_tensors
-        grad_TE = grad_TE.to(x_TH.dtype)
-        return grad_TE @ weight_EH, grad_TE.t() @ x_TH
+        grad_TE, main = grad_TE.to(x_TH.dtype), ctx.main_grad
+        grad_x_TH = grad_TE @ weight_EH
+        if main is None:
+            return grad_x_TH, grad_TE.t() @ x_TH
+        now_or_later(lambda: add_weight_grad_(main, grad_TE, x_TH))
+        return grad_x_TH, None
 
 
 def attach_loss(x: Tensor, loss: Tensor, scale: float = 1.0) -> Tensor:

@@ -49,6 +49,11 @@ def row_map(expert_index_TK: Tensor, num_experts: int, *, has_gaps: bool = False
     that are dropped, which come last: take them off with :meth:`RowMap.first`. Received rows whose expert is known are
     sorted the same way, with K = 1.
     """
+    if expert_index_TK.is_cuda and not has_gaps:
+        from moeplan.kernels import row_map_triton  # noqa: PLC0415 - loads a compiler no CPU process needs
+
+        slot_of_row_R, row_of_slot_R, offsets_E = row_map_triton.sort_rows(expert_index_TK, num_experts)
+        return RowMap(slot_of_row_R, row_of_slot_R.view(expert_index_TK.shape), offsets_E)
     expert_of_row_R, order_R, offsets_E = _sorted(expert_index_TK, num_experts)
     row_R = torch.arange(len(order_R), dtype=torch.int32, device=order_R.device)
     if has_gaps:

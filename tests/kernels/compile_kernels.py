@@ -5,17 +5,58 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from moeplan.kernels import accumulate_triton, activation_triton, cross_entropy_triton, permute_triton, rotary_triton
+from moeplan.kernels import (
+    accumulate_triton,
+    activation_triton,
+    adam_triton,
+    cross_entropy_triton,
+    grouped_weight_grad_triton,
+    permute_triton,
+    rotary_triton,
+    router_triton,
+    row_map_triton,
+)
 
+SHARED_BYTES = 227 * 1024  # what a program of an H100 or H200 may take of its multiprocessor's
 FP32 = {"DTYPE": tl.float32, "BLOCK": 1024}
 ACTIVATION = [FP32 | {"CODE": code, "GATED": code != 2, "HAS_PROBS": code != 1} for code in (0, 1, 2, 3)]
+ADAM = {"HAS_WEIGHT": True, "DTYPE": tl.float32, "BLOCK": 2048}
+ROUTE_BACKWARD = {
+    "K": 8, "SIGMOID": False, "NORMALIZE": True, "HAS_SHARE": True, "DTYPE": tl.float32, "BLOCK_T": 8, "BLOCK_E": 128,
+}  # fmt: skip
+ROUTE = {
+    "K": 8, "GROUPS": 1, "TOP_GROUPS": 1, "PER_GROUP": 8, "SIGMOID": False, "NORMALIZE": True, "HAS_BIAS": False,
+    "DTYPE": tl.float32, "BLOCK_T": 8, "BLOCK_E": 128, "BLOCK_K": 8,
+}  # fmt: skip
+DEEPSEEK = {
+    "GROUPS": 8,
+    "TOP_GROUPS": 4,
+    "PER_GROUP": 2,
+    "SIGMOID": True,
+    "HAS_BIAS": True,
+    "BLOCK_T": 4,
+    "BLOCK_E": 256,
+}
+WEIGHT_GRAD = [
+    {
+        "TILE_H": 128, "TILE_F": 256, "ROWS": 64, "HALVINGS": 2, "IS_FIRST": is_first, "REDUCE": reduce, "GROUP": 8,
+        "num_stages": 4, "num_warps": 8,
+    }
+    for is_first, reduce in ((True, True), (False, True), (False, False))
+]  # fmt: skip
 # Kernel, types of its other arguments, and the constants of each variant.
 KERNELS = (
     (accumulate_triton._add, "*fp32 *bf16 i64", [{"BLOCK": 4096}]),
     (activation_triton._forward, "*bf16 *fp32 *bf16 i32", ACTIVATION),
     (activation_triton._backward, "*bf16 *bf16 *fp32 *bf16 *fp32 i32", ACTIVATION),
+    (adam_triton._step, "*fp32 *fp32 *fp32 *fp32 *bf16 *fp64 i64 fp32 fp32 fp32 fp32 fp32 fp32", [ADAM]),
     (cross_entropy_triton._stats, "*bf16 *i64 *fp32 *fp32 *fp32 i32", [FP32]),
     (cross_entropy_triton._gradient, "*bf16 *fp32 *fp32 *i64 i32", [FP32]),
+    (
+        grouped_weight_grad_triton._add_products,
+        "tensordesc<bf16[64,128]> tensordesc<bf16[64,256]> tensordesc<fp32[1,128,64]> *bf16 *bf16 *i32 i32 i32 i32",
+        WEIGHT_GRAD,
+    ),
     (permute_triton._copy, "*bf16 *i32 *bf16 i32 i32", [{"BLOCK": 1024}]),
     (permute_triton._sum, "*bf16 *i32 *bf16 i32", [FP32 | {"K": 8}]),
     (
@@ -23,12 +64,26 @@ KERNELS = (
         "*bf16 *bf16 *fp32 *fp32 i32 i32 i32 i32 i32 i32",
         [{"SIGN": sign, "DTYPE": tl.float32, "BLOCK_N": 16, "BLOCK_H": 64} for sign in (1, -1)],
     ),
+    (router_triton._route, "*fp32 *fp32 *fp32 *i64 *fp32 i32 i32 fp32 fp32", [ROUTE, ROUTE | DEEPSEEK]),
+    (
+        router_triton._route_backward,
+        "*fp32 *fp32 *fp32 *i64 *fp32 i32 i32 i32 i32 fp32 fp32",
+        [ROUTE_BACKWARD, ROUTE_BACKWARD | {"SIGMOID": True}],
+    ),
+    (router_triton._count, "*i64 *fp32 i32 i32", [{"BLOCK": 1024, "BLOCK_E": 128}]),
+    (row_map_triton._count, "*i64 *i32 i32 i32 i32", [{"BLOCK": 128, "BLOCK_E": 512}]),
+    (row_map_triton._place, "*i64 *i32 *i32 *i32 i32 i32", [{"BLOCK": 128}]),
 )
 
 for kernel, types, variants in KERNELS:
-    for constants in variants:
+    for variant in variants:
+        options = {key: value for key, value in variant.items() if key in {"num_stages", "num_warps"}}
+        constants = {key: value for key, value in variant.items() if key not in options}
         others = iter(types.split())
         signature = {name: "constexpr" if name in constants else next(others) for name in kernel.arg_names}
         places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-        compiled = triton.compile(ASTSource(kernel, signature, places), target=GPUTarget("cuda", 90, 32))
+        compiled = triton.compile(
+            ASTSource(kernel, signature, places), target=GPUTarget("cuda", 90, 32), options=options
+        )
         assert "ptx" in compiled.asm
+        assert compiled.metadata.shared <= SHARED_BYTES, (kernel, variant)

@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moeplan.kernels.grouped_gemm import BACKENDS, grouped_gemm
-from moeplan.kernels.grouped_gemm_torch import is_supported
+from moeplan.kernels.grouped_mm_limits import is_supported
 
 
 def _case(
