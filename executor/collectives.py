@@ -67,15 +67,15 @@ class _GatherRows(Function):
 
 class _ScatterRows(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        with scope("tp_comm"):
+    def forward(ctx: Any, x: Tensor, group: Group, family: OpFamily) -> Tensor:
+        ctx.group, ctx.family = group, family
+        with scope(family):
             return reduce_scatter_raw(x, group)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        with scope("tp_comm"):
-            return all_gather_raw(grads[0], ctx.group), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        with scope(ctx.family):
+            return all_gather_raw(grads[0], ctx.group), None, None
 
 
 def gather_rows(x: Tensor, group: Group, family: OpFamily = "tp_comm") -> Tensor:
@@ -83,7 +83,7 @@ def gather_rows(x: Tensor, group: Group, family: OpFamily = "tp_comm") -> Tensor
     return x if group.size == 1 else cast("Tensor", _GatherRows.apply(x, group, family))
 
 
-def scatter_rows(x: Tensor, group: Group) -> Tensor:
+def scatter_rows(x: Tensor, group: Group, family: OpFamily = "tp_comm") -> Tensor:
     """Reduce-scatter along dim 0; the gradient is gathered."""
     return x if group.size == 1 else cast("Tensor", _ScatterRows.apply(x, group))
 

@@ -15,13 +15,12 @@ from torch import Tensor
 from torch.autograd import Function
 
 from moeplan.executor.collectives import all_gather_raw, exchange_rows, gather_uneven_rows, scatter_uneven_rows
+from moeplan.executor.dispatch_options import DispatchOptions
 from moeplan.executor.exchange import Arrived, Tensors
 from moeplan.executor.mesh import Mesh
 from moeplan.executor.scopes import scope
 from moeplan.kernels.permute import permute, permute_probs, unpermute
-from moeplan.kernels.row_map import RowMap, row_map
-from moeplan.model_spec import Moe
-from moeplan.plan import Plan
+from moeplan.kernels.row_map import RowMap, padded_row_map, row_map
 
 
 @dataclass(frozen=True)
@@ -110,28 +109,49 @@ class AllToAllExchange:
 class AllToAllDispatcher:
     """See the module; no token is dropped but by the router."""
 
-    def __init__(self, plan: Plan, moe: Moe, mesh: Mesh) -> None:
-        self.mesh, self.num_experts, self.probs_before_fc2 = mesh, moe.num_experts, plan.memory_efficient_permutation
+    def __init__(self, options: DispatchOptions, mesh: Mesh) -> None:
+        self.options, self.mesh = options, mesh
 
     def pack(self, x_LH: Tensor, expert_index_LK: Tensor, probs_LK: Tensor) -> tuple[Tensors, AllToAllExchange]:
         """Rows by expert, with their probabilities where the experts weigh."""
+        options, capacity = self.options, self.options.padded_capacity(len(expert_index_LK))
         with scope("permute"):
-            rows = row_map(expert_index_LK, self.num_experts)
-        routes, offsets_E = self._exchange_counts(rows)
+            if capacity is None:
+                rows = row_map(expert_index_LK, options.num_experts, has_gaps=options.drops)
+            else:
+                rows = padded_row_map(expert_index_LK, options.num_experts, capacity)
+        if capacity is None:
+            rows, routes, offsets_E = self._exchange_counts(rows)
+        else:
+            routes, offsets_E = self._padded_routes(capacity, rows)
         with scope("permute"):
             packed: Tensors = (permute(x_LH, rows),)
-            if self.probs_before_fc2:
+            if options.probs_before_fc2:
                 packed = (*packed, permute_probs(probs_LK, rows))
-        return packed, AllToAllExchange(self.mesh, self.probs_before_fc2, rows, routes, offsets_E)
+        return packed, AllToAllExchange(self.mesh, options.probs_before_fc2, rows, routes, offsets_E)
 
-    def _exchange_counts(self, rows: RowMap) -> tuple[Routes, Tensor]:
+    def _padded_routes(self, capacity: int, rows: RowMap) -> tuple[Routes, Tensor]:
+        """Routes that depend on no routing."""
+        num_ranks, num_local = self.mesh.etp_ep.size, self.options.num_experts // self.mesh.ep.size
+        per_rank = (num_local * capacity,) * self.mesh.ep.size
+        routes = Routes(
+            send=per_rank,
+            receive=per_rank,
+            etp_sizes=(sum(per_rank),) * self.mesh.etp.size,
+            chunk_sizes=(capacity,) * (num_ranks * num_local),
+            order=_by_expert(num_ranks, num_local),
+        )
+        return routes, rows.offsets_E[:num_local] * num_ranks
+
+    def _exchange_counts(self, rows: RowMap) -> tuple[RowMap, Routes, Tensor]:
         """Routes from every rank's rows per expert. The one place where the host waits for the device.
 
-        A rank that holds every expert exchanges nothing and need not wait.
+        A rank that holds every expert exchanges nothing and, unless copies are dropped, need not wait.
         """
         etp, ep = self.mesh.etp, self.mesh.ep
         if self.mesh.etp_ep.size == 1:
-            return Routes(), rows.offsets_E
+            rows = rows.first(int(rows.offsets_E[-1])) if rows.has_gaps else rows
+            return rows, Routes(), rows.offsets_E
         with scope("dispatch"):
             counts_E = rows.num_rows_E
             gathered = all_gather_raw(counts_E, self.mesh.etp_ep).view(ep.size, etp.size, ep.size, -1)
@@ -140,7 +160,7 @@ class AllToAllDispatcher:
             send = counts_E.view(ep.size, -1).sum(1)
             host = torch.cat([send.to(torch.int64), arriving.flatten().to(torch.int64)]).tolist()
         sent, sizes = tuple(host[: ep.size]), tuple(host[ep.size :])
-        num_local = self.num_experts // ep.size
+        num_local = self.options.num_experts // ep.size
         by_source = _sums(sizes, num_local)
         first = etp.index * ep.size
         routes = Routes(
@@ -148,9 +168,14 @@ class AllToAllDispatcher:
             receive=by_source[first : first + ep.size],
             etp_sizes=_sums(by_source, ep.size),
             chunk_sizes=sizes,
-            order=tuple(source + expert for expert in range(num_local) for source in range(0, len(sizes), num_local)),
+            order=_by_expert(etp.size * ep.size, num_local),
         )
-        return routes, offsets_E
+        return rows.first(sum(sent)), routes, offsets_E
+
+
+def _by_expert(num_ranks: int, num_local: int) -> tuple[int, ...]:
+    """Chunks that came rank by rank and lie by expert, put expert by expert."""
+    return tuple(rank * num_local + expert for expert in range(num_local) for rank in range(num_ranks))
 
 
 def _sums(values: tuple[int, ...], run: int) -> tuple[int, ...]:

@@ -73,7 +73,9 @@ def _graph_violations(model: ModelSpec, point: Point) -> Iterator[tuple[str, str
         yield "cuda_graph", "full_iteration stands alone"
     if "moe_preprocess" in scopes and "moe_router" not in scopes:
         yield "cuda_graph", "moe_preprocess needs moe_router"
-    is_static = point.routing == "drop" or (point.dispatcher == "flex" and point.flex_backend == "hybridep")
+    is_padded = model.moe is not None and model.moe.router.pad_to_capacity
+    is_hybrid = point.dispatcher == "flex" and point.flex_backend == "hybridep"
+    is_static = is_hybrid or (point.routing == "drop" and is_padded)
     if model.moe is not None and scopes & {"full_iteration", "moe"} and not is_static:
         yield "cuda_graph", "graphs of whole MoE layers need routing drop or the hybridep dispatcher"
 

@@ -72,7 +72,9 @@ class Plan(Record):
     delay_wgrad: bool = Field(default=False, description="under ep_overlap, weight gradients wait for their own step")
     shared_expert_overlap: bool = Field(default=False, description="shared experts run beside the exchange")
     dispatch_sms: int = Field(default=0, ge=0, description="SMs given to the flex dispatcher; 0: its default")
-    routing: Routing = Field(default="balanced", description="forced balance, natural, or dropped at capacity 1")
+    routing: Routing = Field(
+        default="balanced", description="load, balanced or natural; drop: at most model.moe.router.capacity_factor"
+    )
     cuda_graph: tuple[CudaGraphScope, ...] = Field(default=(), description="parts whose kernels a graph launches")
     fused_grouped_mlp: bool = Field(default=False, description="activation and quantize inside the grouped GEMMs")
     permute_fusion: bool = Field(default=True, description="one kernel gathers tokens by expert")
