@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -26,7 +27,8 @@ from moeplan.executor.failure import (
     read_failures,
     read_process_ids,
 )
-from moeplan.files import read_toml, validate
+from moeplan.executor.step_log import check_log_folder
+from moeplan.files import read_toml, validate, write_text_atomically
 from moeplan.plan import Plan
 from moeplan.run_config import RunConfig
 
@@ -36,6 +38,41 @@ _TAIL_LINES = 20
 # How torchrun's report names a rank that a signal ended: "rank : 2 (local_rank: 2)", then "exitcode : -9 (pid: 7)".
 _REPORTED = re.compile(r"rank\s*:\s*(\d+) \(local_rank[^\n]*\n\s*exitcode\s*:\s*(-?\d+)")
 _PROGRESS_PREFIX = "step "
+_MEASUREMENT = "measurement.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Rendezvous:
+    """How the hosts of a run find each other, as torchrun has it: ``endpoint`` is host:port of one, the same on all."""
+
+    num_nodes: int
+    endpoint: str
+    run_id: str = "moeplan"
+
+    def check(self, num_gpus: int) -> None:
+        """Raise InvalidInputError where these hosts cannot share the plan's GPUs, or the endpoint is none."""
+        if num_gpus % self.num_nodes:
+            raise InvalidInputError(
+                f"nnodes: got {self.num_nodes} for a plan of {num_gpus} GPUs, allowed: a divisor of {num_gpus}",
+                "every host starts equally many processes",
+            )
+        host, _, port = self.endpoint.rpartition(":")
+        if not host or not port.isdigit():
+            raise InvalidInputError(
+                f"rdzv-endpoint: got {self.endpoint!r}, allowed: host:port of one of the {self.num_nodes} hosts",
+                "give every host the same: --rdzv-endpoint node0:29400",
+            )
+
+    def arguments(self) -> list[str]:
+        host = self.endpoint.rpartition(":")[0]
+        local = ["--local-addr=127.0.0.1"] if host in ("127.0.0.1", "localhost") else []
+        return [
+            f"--nnodes={self.num_nodes}",
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint={self.endpoint}",
+            f"--rdzv-id={self.run_id}",
+            *local,
+        ]
 
 
 class _StoppedError(Exception):
@@ -52,15 +89,33 @@ def launch(
     out_path: Path,
     num_processes: int,
     report: Callable[[str], None] | None = None,
-) -> None:
-    """Train the plan with ``num_processes`` ranks on this host; the measurement is written to ``out_path``.
+    *,
+    rendezvous: Rendezvous | None = None,
+) -> bool:
+    """Train the plan with ``num_processes`` ranks, on this host or divided over the hosts of ``rendezvous``.
 
-    ``report`` gets one line a step (default: stderr). Raises InvalidInputError before anything starts where plan, run
+    The host of rank 0 writes the measurement to ``out_path`` and returns True. ``report`` gets one line a step there
+    (default: stderr). Raises InvalidInputError before anything starts where plan, run
     or data cannot work, and RunFailedError naming the rank where one fails or is killed, or at SIGINT or SIGTERM;
     by then no process is left.
     """
     plan = validate(Plan, read_toml(plan_path), str(plan_path))
     run = validate(RunConfig, read_toml(run_path), str(run_path)) if run_path else RunConfig()
+    check_launch(plan, run, num_processes, rendezvous)
+    if rendezvous is not None:
+        num_processes //= rendezvous.num_nodes
+    with tempfile.TemporaryDirectory(prefix="moeplan-run-") as name:
+        folder = Path(name)
+        process = _start(plan_path, run_path, num_processes, folder, rendezvous)
+        _follow(process, folder, report or _to_stderr, _SAVE_GRACE_S if run.save_folder else _GRACE_S)
+        measured = folder / _MEASUREMENT
+        if measured.exists():
+            write_text_atomically(out_path, measured.read_text(encoding="utf-8"))
+        return measured.exists()
+
+
+def check_launch(plan: Plan, run: RunConfig, num_processes: int, rendezvous: Rendezvous | None) -> None:
+    """Raise InvalidInputError for whatever can be known to fail before a process is started."""
     check_world(plan, num_processes)
     check_supported(plan)
     check_run(run)
@@ -69,18 +124,19 @@ def launch(
     if run.resume:
         checkpoint = latest_checkpoint(Path(run.save_folder))
         check_resumed(run, read_manifest(checkpoint, plan.model).step)
-    with tempfile.TemporaryDirectory(prefix="moeplan-run-") as name:
-        folder = Path(name)
-        process = _start(plan_path, run_path, out_path, num_processes, folder)
-        _follow(process, folder, report or _to_stderr, _SAVE_GRACE_S if run.save_folder else _GRACE_S)
+    if run.log_folder:
+        check_log_folder(Path(run.log_folder), resume=run.resume)
+    if rendezvous is not None:
+        rendezvous.check(num_processes)
 
 
 def _start(
-    plan_path: Path, run_path: Path | None, out_path: Path, num_processes: int, folder: Path
+    plan_path: Path, run_path: Path | None, num_processes: int, folder: Path, rendezvous: Rendezvous | None
 ) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
+    command = [sys.executable, "-m", "torch.distributed.run"]
+    command += rendezvous.arguments() if rendezvous else ["--standalone", "--local-addr=127.0.0.1"]
     command += [f"--nproc-per-node={num_processes}", "-m", "moeplan.executor.worker", str(plan_path)]
-    command += ["--out", str(out_path)]
+    command += ["--out", str(folder / _MEASUREMENT)]
     if run_path is not None:
         command += ["--run-config", str(run_path)]
     threads = max(1, len(os.sched_getaffinity(0)) // num_processes)

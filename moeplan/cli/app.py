@@ -178,6 +178,21 @@ def run(  # noqa: PLR0917 - typer: one parameter per option
     export_hf: Annotated[
         str, typer.Option("--export-hf", help="Folder for the trained weights as Hugging Face reads them.")
     ] = "",
+    log_folder: Annotated[
+        str, typer.Option("--log-folder", help="For a line a step as CSV and JSON, and TensorBoard if installed.")
+    ] = "",
+    spike_factor: Annotated[
+        float | None, typer.Option("--spike-factor", min=0, help="Stop where a gradient norm is this times its median.")
+    ] = None,
+    skip_spikes: Annotated[bool, typer.Option("--skip-spikes", help="Leave such updates out and go on.")] = False,
+    hang_timeout: Annotated[
+        float | None, typer.Option("--hang-timeout", min=1, help="Seconds without progress before the run ends: 600.")
+    ] = None,
+    nnodes: Annotated[int, typer.Option("--nnodes", min=1, help="Hosts; start the same command on each.")] = 1,
+    rdzv_endpoint: Annotated[
+        str, typer.Option("--rdzv-endpoint", help="host:port of one of the hosts, the same on each.")
+    ] = "",
+    rdzv_id: Annotated[str, typer.Option("--rdzv-id", help="Name of the run, the same on each host.")] = "moeplan",
     hardware: Annotated[str, typer.Option("--hardware", help="Predict with this profile instead of the plan's.")] = "",
     out: Annotated[Path, typer.Option("--out", help="Measurement JSON.")] = Path("measurement.json"),
     max_step_error: Annotated[
@@ -195,9 +210,11 @@ def run(  # noqa: PLR0917 - typer: one parameter per option
 
     settings = {"steps": steps, "data": data, "data_dtype": data_dtype, "seed": seed, "lr": lr}
     settings |= {"save_folder": save_folder, "save_every": save_every, "save_async": save_async, "resume": resume}
-    settings |= {"eval_every": eval_every, "export_hf": export_hf}
+    settings |= {"eval_every": eval_every, "export_hf": export_hf, "log_folder": log_folder}
+    settings |= {"spike_factor": spike_factor, "skip_spikes": skip_spikes, "hang_timeout_s": hang_timeout}
+    hosts = (nnodes, rdzv_endpoint, rdzv_id)
     tolerances = {"step_s": max_step_error, "peak_memory_bytes": max_memory_error}
-    run_plan(plan, RunOptions(settings, tolerances, processes, hardware, out, dry_run, as_json))
+    run_plan(plan, RunOptions(settings, tolerances, processes, hosts, hardware, out, dry_run, as_json))
 
 
 @app.command()

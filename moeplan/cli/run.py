@@ -23,11 +23,15 @@ from moeplan.units import format_bytes, format_seconds
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """Options of the command. ``settings`` go into RunConfig where not None."""
+    """Options of the command. ``settings`` go into RunConfig where not None.
+
+    ``hosts``: how many, where they meet (host:port), and the name they meet under.
+    """
 
     settings: dict[str, Any]
     tolerances: dict[str, float | None]
     processes: int | None
+    hosts: tuple[int, str, str]
     hardware: str
     out: Path
     dry_run: bool
@@ -49,6 +53,8 @@ def run_plan(path: Path, options: RunOptions) -> None:
         print_prediction(plan, profile, predicted)
         return
     measured = _train(plan, run_config, options)
+    if measured is None:
+        return
     comparison = compare(predicted, measured, options.tolerances)
     if options.as_json:
         print_json(
@@ -68,16 +74,14 @@ def run_plan(path: Path, options: RunOptions) -> None:
         )
 
 
-def _train(plan: Plan, run_config: RunConfig, options: RunOptions) -> Figures:
-    from moeplan.executor.check import check_data_file, check_export, check_run, check_supported, check_world
-    from moeplan.executor.launch import launch
+def _train(plan: Plan, run_config: RunConfig, options: RunOptions) -> Figures | None:
+    """What was measured; None on a host without rank 0."""
+    from moeplan.executor.launch import Rendezvous, check_launch, launch
 
     num_processes = options.processes or plan.num_gpus
-    check_supported(plan)
-    check_run(run_config)
-    check_world(plan, num_processes)
-    check_data_file(run_config, plan.seq_len)
-    check_export(plan, run_config)
+    num_hosts, *meeting = options.hosts
+    rendezvous = Rendezvous(num_hosts, *meeting) if num_hosts > 1 else None
+    check_launch(plan, run_config, num_processes, rendezvous)
     check_writable(options.out)
     log = err_console()
     log.print(
@@ -88,7 +92,9 @@ def _train(plan: Plan, run_config: RunConfig, options: RunOptions) -> Figures:
         plan_file, run_file = Path(folder) / "plan.toml", Path(folder) / "run.toml"
         write_text_atomically(plan_file, toml_text(plan))
         write_text_atomically(run_file, toml_text(run_config))
-        launch(plan_file, run_file, options.out, num_processes)
+        if not launch(plan_file, run_file, options.out, num_processes, rendezvous=rendezvous):
+            log.print("the ranks of this host have ended; the host of rank 0 has the measurement")
+            return None
     measured = validate(Figures, read_json(options.out), str(options.out))
     first, last = measured.losses[0], measured.losses[-1]
     log.print(

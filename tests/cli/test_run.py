@@ -65,8 +65,9 @@ def test_token_ids_beyond_the_vocabulary(cli: Cli, tiny_plan: Path, tmp_path: Pa
 def test_a_run_from_plan_to_verdict(cli: Cli, tiny_plan: Path, tmp_path: Path) -> None:
     """The profile is another machine's, so the verdict is exit 4: the comparison judges."""
     out = tmp_path / "out.json"
+    log = tmp_path / "log"
     arguments = ("run", str(tiny_plan), "--steps", "8", "--out", str(out), "--max-step-error", "0.01", "--json")
-    outcome = cli(*arguments)
+    outcome = cli(*arguments, "--log-folder", str(log))
     assert outcome.code == 4, outcome.err
     assert "step_s" in outcome.err
     printed = json.loads(outcome.out)
@@ -78,3 +79,7 @@ def test_a_run_from_plan_to_verdict(cli: Cli, tiny_plan: Path, tmp_path: Path) -
     assert measured["losses"][-1] < measured["losses"][0]
     judged = next(figure for figure in printed["comparison"]["figures"] if figure["name"] == "step_s")
     assert judged["error_frac"] == pytest.approx(judged["predicted"] / judged["measured"] - 1)
+    rows = (log / "steps.csv").read_text(encoding="utf-8").splitlines()
+    assert [float(row.split(",")[1]) for row in rows[1:]] == measured["losses"]
+    outcome = cli(*arguments, "--log-folder", str(log))
+    assert_one_error(outcome.code, outcome.err, str(log), "holds the log of a run")

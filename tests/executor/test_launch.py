@@ -3,9 +3,11 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import psutil
 import pytest
 
 from moeplan.errors import InvalidInputError, RunFailedError
-from moeplan.executor.launch import launch
+from moeplan.executor.launch import Rendezvous, launch
 from moeplan.files import toml_text
 from moeplan.plan import Plan
 from moeplan.results import Figures
@@ -71,6 +73,36 @@ def test_what_cannot_work_is_refused_before_anything_starts(tmp_path: Path, monk
     ):
         with pytest.raises(InvalidInputError, match=message):
             launch(*files(tmp_path, **run), num_processes)
+
+
+def test_hosts_meet_and_the_one_of_rank_0_has_the_measurement(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    hosts = [files_in(tmp_path / name) for name in ("first", "second")]
+    lines: list[list[str]] = [[], []]
+
+    def host(number: int) -> bool:
+        return launch(*hosts[number], 2, lines[number].append, rendezvous=Rendezvous(2, endpoint, "test"))
+
+    with ThreadPoolExecutor(2) as threads:
+        has_measured = list(threads.map(host, range(2)))
+    assert sorted(has_measured) == [False, True]
+    assert [paths[2].exists() for paths in hosts] == has_measured
+    assert [len(some) for some in lines] == [7 * has for has in has_measured]
+
+
+def files_in(folder: Path) -> tuple[Path, Path, Path]:
+    folder.mkdir()
+    return files(folder, steps=7, log_folder=str(folder / "log"))
+
+
+def test_hosts_that_cannot_share_the_plan_are_refused(tmp_path: Path) -> None:
+    paths = files(tmp_path)
+    with pytest.raises(InvalidInputError, match="nnodes: got 3 for a plan of 2 GPUs"):
+        launch(*paths, 2, rendezvous=Rendezvous(3, "a:1"))
+    with pytest.raises(InvalidInputError, match="rdzv-endpoint: got 'node0', allowed: host:port"):
+        launch(*paths, 2, rendezvous=Rendezvous(2, "node0"))
 
 
 def test_a_rank_that_meets_a_foreign_token_says_so(tmp_path: Path) -> None:
