@@ -15,9 +15,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from moeplan.executor.collectives import gather_rows
 from moeplan.executor.context import Core, context_attention, own_positions
 from moeplan.executor.linear import column_linear, local_linear, row_linear
-from moeplan.executor.mesh import Mesh
+from moeplan.executor.mesh import Group, Mesh
+from moeplan.executor.offload import offloading
 from moeplan.executor.parameters import ParameterTable, residual_std, split_piece
 from moeplan.executor.recompute import checkpointed, dropping_output
+from moeplan.executor.ring import RingAttention
 from moeplan.executor.scopes import scope
 from moeplan.kernels.norm import rms_norm
 from moeplan.kernels.rotary import apply_rotary, rotary_tables
@@ -33,6 +35,8 @@ BACKENDS = (
     SDPBackend.MATH,
 )
 
+_ALONE = Group((0,), 0, None)
+
 
 def attention_backends(device: torch.device) -> AbstractContextManager[object]:
     """Back ends of the attention core in order of preference; a CPU has its own rule."""
@@ -41,6 +45,8 @@ def attention_backends(device: torch.device) -> AbstractContextManager[object]:
 
 def core_attention(q_BSND: Tensor, k_BSMD: Tensor, v_BSMD: Tensor, mask_SS: Tensor | None) -> Tensor:
     """Causal attention out_BSND over M key-value heads; ``mask_SS`` (true: seen) narrows it to a window."""
+    if mask_SS is None and q_BSND.device.type == "cpu" and q_BSND.shape[3] != v_BSMD.shape[3]:
+        return RingAttention(_ALONE)(q_BSND, k_BSMD, v_BSMD)  # torch would keep all scores
     grouped = q_BSND.shape[2] != k_BSMD.shape[2]
     with scope("attention"), attention_backends(q_BSND.device):
         out_BNSD = F.scaled_dot_product_attention(
@@ -95,12 +101,15 @@ class _AttentionBase(nn.Module):
             return apply_rotary(x_BSND, *self.rotary)
 
     def core(self, q_BSND: Tensor, k_BSMD: Tensor, v_BSMD: Tensor) -> Tensor:
-        if self.recompute_core:
-            return checkpointed(self.attend, q_BSND, k_BSMD, v_BSMD)
-        return self.attend(q_BSND, k_BSMD, v_BSMD)
+        with offloading("core_attn", q_BSND, k_BSMD, v_BSMD, rest="attn_proj"):
+            if self.recompute_core:
+                return checkpointed(self.attend, q_BSND, k_BSMD, v_BSMD)
+            return self.attend(q_BSND, k_BSMD, v_BSMD)
 
     def project_out(self, out_BSND: Tensor) -> Tensor:
-        return row_linear(out_BSND.flatten(2).flatten(0, 1), self.out_weight, self.out_bias, self.group)
+        out_TI = out_BSND.flatten(2).flatten(0, 1)
+        with offloading("attn_proj", out_TI):
+            return row_linear(out_TI, self.out_weight, self.out_bias, self.group)
 
 
 class GroupedQueryAttention(_AttentionBase):
@@ -125,7 +134,8 @@ class GroupedQueryAttention(_AttentionBase):
 
     def forward(self, x_LH: Tensor) -> Tensor:
         """Attention's addition to the residual stream of this rank's tokens."""
-        qkv_TO = column_linear(x_LH, self.qkv_weight, self.qkv_bias, self.group)
+        with offloading("qkv_linear", x_LH):
+            qkv_TO = column_linear(x_LH, self.qkv_weight, self.qkv_bias, self.group)
         heads_BSMD = qkv_TO.view(-1, self.seq_len, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
         q_BSND, k_BSMD, v_BSMD = heads_BSMD.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], 2)
         with scope("elementwise"):
@@ -164,16 +174,17 @@ class LatentAttention(_AttentionBase):
 
     def forward(self, x_LH: Tensor) -> Tensor:
         """Attention's addition to the residual stream of this rank's tokens."""
-        q_latent_LI = x_LH
-        if self.q_down is not None and self.q_norm is not None:
-            q_latent_LI = self._norm(local_linear(x_LH, self.q_down), self.q_norm)
-        down_LI = local_linear(x_LH, self.kv_down)
-        kv_latent_LI, k_rope_LD = down_LI.split([self.spec.kv_lora_rank, self.spec.qk_rope_head_dim], 1)
-        kv_latent_LI = self._norm(kv_latent_LI, self.kv_norm)
-        latents = (q_latent_LI, kv_latent_LI, k_rope_LD)
-        if self.recompute_up:
-            return dropping_output(self._expand, latents, self._finish)
-        return self._finish(*self._expand(*latents))
+        with offloading("qkv_linear", x_LH):
+            q_latent_LI = x_LH
+            if self.q_down is not None and self.q_norm is not None:
+                q_latent_LI = self._norm(local_linear(x_LH, self.q_down), self.q_norm)
+            down_LI = local_linear(x_LH, self.kv_down)
+            kv_latent_LI, k_rope_LD = down_LI.split([self.spec.kv_lora_rank, self.spec.qk_rope_head_dim], 1)
+            kv_latent_LI = self._norm(kv_latent_LI, self.kv_norm)
+            latents = (q_latent_LI, kv_latent_LI, k_rope_LD)
+            if self.recompute_up:
+                return dropping_output(self._expand, latents, self._finish)
+            return self._finish(*self._expand(*latents))
 
     def _norm(self, x_LI: Tensor, weight_I: Tensor) -> Tensor:
         with scope("elementwise"):
@@ -191,6 +202,7 @@ class LatentAttention(_AttentionBase):
         with scope("elementwise"):
             q_BSND = torch.cat([q_nope_BSND, self.rotate(q_rope_BSND)], 3)
             k_BSND = torch.cat([k_nope_BSND, k_rope_BS1D.expand(-1, -1, self.num_heads, -1)], 3)
+            v_BSND = v_BSND.contiguous()  # a view would keep the keys beside it for backward
         return q_BSND, k_BSND, v_BSND
 
     def _finish(self, q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from moeplan.run_config import RunConfig
 _DEFAULT_ONLY = (
     "cp_comm", "cp_a2a_size", "packed_lengths", "ep_overlap", "delay_wgrad", "shared_expert_overlap", "dispatch_sms",
     "cuda_graph", "fused_grouped_mlp", "permute_fusion", "router_fusion", "fp8_primary_weights", "fp8_attention",
-    "tp_comm_overlap", "offload_layers", "offload_modules", "offload_optimizer_states", "optimizer_cpu_frac",
+    "tp_comm_overlap", "offload_optimizer_states", "optimizer_cpu_frac",
 )  # fmt: skip
 
 

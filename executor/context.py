@@ -14,6 +14,8 @@ from torch.nn import functional as F
 
 from moeplan.executor.collectives import exchange_rows, gather_rows
 from moeplan.executor.mesh import Group
+from moeplan.executor.offload import offloading
+from moeplan.executor.recompute import dropping_output
 from moeplan.executor.ring import RingAttention
 from moeplan.executor.scopes import scope
 from moeplan.plan import Plan
@@ -48,17 +50,25 @@ class GatheredAttention:
         self.order = gathered_order(seq_len, group, device)
 
     def __call__(self, q_BCND: Tensor, k_BCMD: Tensor, v_BCMD: Tensor) -> Tensor:
-        """out_BCND."""
+        """out_BCND. Backward gathers again: only this rank's part is kept (report section 6)."""
+
+        def attend(k_BMSD: Tensor, v_BMSD: Tensor) -> Tensor:
+            q_BNCD = q_BCND.transpose(1, 2)
+            chunks = (self.group.index, 2 * self.group.size - 1 - self.group.index)
+            outs = [
+                self._attend(q_BNcD, k_BMSD, v_BMSD, chunk * self.chunk)
+                for q_BNcD, chunk in zip(q_BNCD.split(self.chunk, 2), chunks, strict=True)
+            ]
+            return torch.cat(outs, 2).transpose(1, 2)
+
+        return dropping_output(self._gathered, (k_BCMD, v_BCMD), attend)
+
+    def _gathered(self, k_BCMD: Tensor, v_BCMD: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of all positions, in order."""
         both_CBMD = torch.cat([k_BCMD, v_BCMD], 3).transpose(0, 1)
         whole_SBMD = gather_rows(both_CBMD, self.group, "cp_comm")[self.order]
         k_BMSD, v_BMSD = whole_SBMD.permute(1, 2, 0, 3).split([k_BCMD.shape[3], v_BCMD.shape[3]], 3)
-        q_BNCD = q_BCND.transpose(1, 2)
-        chunks = (self.group.index, 2 * self.group.size - 1 - self.group.index)
-        outs = [
-            self._attend(q_BNcD, k_BMSD, v_BMSD, chunk * self.chunk)
-            for q_BNcD, chunk in zip(q_BNCD.split(self.chunk, 2), chunks, strict=True)
-        ]
-        return torch.cat(outs, 2).transpose(1, 2)
+        return k_BMSD, v_BMSD
 
     def _attend(self, q_BNcD: Tensor, k_BMSD: Tensor, v_BMSD: Tensor, first: int) -> Tensor:
         """Attention of the chunk of queries that begins at position ``first``."""
@@ -97,7 +107,9 @@ class HeadSplitAttention:
 
     def __call__(self, q_BCND: Tensor, k_BCMD: Tensor, v_BCMD: Tensor) -> Tensor:
         """out_BCND."""
-        out_BSnD = self.core(*(self._whole(x) for x in (q_BCND, k_BCMD, v_BCMD)))
+        whole = tuple(self._whole(x) for x in (q_BCND, k_BCMD, v_BCMD))
+        with offloading("core_attn", *whole, rest="attn_proj"):
+            out_BSnD = self.core(*whole)
         rows = self._exchanged(out_BSnD.transpose(0, 1)[self.inverse])
         out_hCBnD: Tensor = rows.unflatten(0, (self.group.size, -1))
         return out_hCBnD.permute(2, 1, 0, 3, 4).flatten(2, 3)

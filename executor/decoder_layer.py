@@ -10,6 +10,7 @@ from moeplan.executor.attention import build_attention
 from moeplan.executor.mesh import Mesh
 from moeplan.executor.mlp import Mlp
 from moeplan.executor.moe import MoeBlock
+from moeplan.executor.offload import offloading
 from moeplan.executor.parameters import ParameterTable
 from moeplan.executor.recompute import checkpointed, dropping_output
 from moeplan.executor.scopes import scope
@@ -42,8 +43,12 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x_LH: Tensor) -> Tensor:
         """This rank's tokens through the layer."""
-        x_LH = self._add(x_LH, self._normed(x_LH, self.attention_norm, self.attention, recompute=False))
-        return self._add(x_LH, self._normed(x_LH, self.mlp_norm, self.mlp, recompute=self.recompute_mlp))
+        with offloading("attn_norm", x_LH):
+            attended_LH = self._normed(x_LH, self.attention_norm, self.attention, recompute=False)
+        x_LH = self._add(x_LH, attended_LH)
+        with offloading("mlp_norm", x_LH):
+            update_LH = self._normed(x_LH, self.mlp_norm, self.mlp, recompute=self.recompute_mlp)
+        return self._add(x_LH, update_LH)
 
     def _normed(self, x_LH: Tensor, weight_H: nn.Parameter, block: nn.Module, *, recompute: bool) -> Tensor:
         """``block`` of the norm of x, keeping as much of it as the plan's recompute leaves."""

@@ -4,7 +4,10 @@ Shapes: L tokens of this rank, T = B * S / cp tokens of its tp group (its chunks
 states of the prediction depths known so far. Between blocks each rank holds its L = T / tp tokens (sequence parallel).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
+from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +20,7 @@ from moeplan.executor.mesh import Mesh
 from moeplan.executor.micro_batch import NO_TARGET, MicroBatch, cut_micro_batch, loss_weights
 from moeplan.executor.moe import Router
 from moeplan.executor.mtp import MtpLayer
+from moeplan.executor.offload import Offloader, offloading
 from moeplan.executor.parameters import ParameterTable, split_piece
 from moeplan.executor.recompute import checkpointed
 from moeplan.executor.scopes import scope
@@ -57,6 +61,8 @@ class ModelStage(nn.Module):
         self.recompute_layers = "full" in plan.recompute
         self.first_token = vocabulary_range(model.vocab_size, mesh.tp)[0]
         self.embedding, self.head = embedding, head
+        self.offloader: Offloader | None = None
+        self.first_layer = sum(one.num_layers + one.num_mtp for one in stages[index % plan.pp : index : plan.pp])
         self.layers = nn.ModuleList(DecoderLayer(plan, layer, mesh, table) for layer in self.stage.layers)
         ends_decoder = self.stage.num_layers > 0 and self.stage.layers.stop == model.num_layers
         has_norm = ends_decoder if model.num_mtp_layers else self.stage.has_loss
@@ -70,16 +76,31 @@ class ModelStage(nn.Module):
     def forward(self, batch: MicroBatch, received_PLH: Tensor | None) -> Tensor:
         """Hidden states for the stage after this, or the loss [P] of each depth summed over the tp group's tokens."""
         hidden = [self._embed(batch.tokens[0])] if received_PLH is None else list(received_PLH.unbind())
-        for layer in self.layers:
-            hidden[0] = checkpointed(layer, hidden[0]) if self.recompute_layers else layer(hidden[0])
-        if self.final_norm is not None:
-            with scope("elementwise"):
-                hidden[0] = rms_norm(hidden[0], self.final_norm, self.eps)
-        for depth, layer in enumerate(self.mtp, self.first_depth):
-            hidden.append(layer(self._embed(batch.tokens[depth]), hidden[-1]))
+        with self.offloader.chunk() if self.offloader is not None else nullcontext():
+            for index, layer in enumerate(self.layers, self.first_layer):
+                hidden[0] = self.run_layer(index, partial(self.decoder_layer, layer), hidden[0])
+            if self.final_norm is not None:
+                with scope("elementwise"):
+                    hidden[0] = rms_norm(hidden[0], self.final_norm, self.eps)
+            for depth, layer in enumerate(self.mtp, self.first_depth):
+                index = self.first_layer + self.stage.num_layers + depth - self.first_depth
+                run = partial(layer, self._embed(batch.tokens[depth]))
+                hidden.append(self.run_layer(index, run, hidden[-1]))
         if not self.stage.has_loss:
             return torch.stack(hidden) if len(hidden) > 1 else hidden[0][None]
         return torch.stack([self._loss(x_LH, batch.targets[depth], depth) for depth, x_LH in enumerate(hidden)])
+
+    def run_layer(self, index: int, run: Callable[[Tensor], Tensor], x_LH: Tensor) -> Tensor:
+        """Layer ``index`` of this rank, sending to the host what the plan offloads."""
+        return run(x_LH) if self.offloader is None else self.offloader.run_layer(index, run, x_LH)
+
+    def decoder_layer(self, layer: nn.Module, x_LH: Tensor) -> Tensor:
+        """``layer`` of x, run again whole in backward under full recompute."""
+        if not self.recompute_layers:
+            out_LH: Tensor = layer(x_LH)
+            return out_LH
+        with offloading("attn_norm", x_LH):
+            return checkpointed(layer, x_LH)
 
     def _embed(self, tokens_T: Tensor) -> Tensor:
         assert self.embedding is not None
@@ -116,6 +137,10 @@ class Transformer(nn.Module):
             ModelStage(plan, index, mesh, self.table, embedding=self.embedding, head=self.head)
             for index in range(rank, plan.pp * plan.vp, plan.pp)
         )
+        if plan.offload_layers or plan.offload_modules:
+            offloader = Offloader(plan, self, len(self.layers), device)
+            for stage in cast("Iterable[ModelStage]", self.stages):
+                stage.offloader = offloader
 
     def forward(self, tokens_T: Tensor, targets_T: Tensor) -> Tensor:
         """Loss of all depths summed over the tokens, where one rank holds the whole model."""

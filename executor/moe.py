@@ -13,6 +13,7 @@ from moeplan.executor.exchange import combine, dispatch
 from moeplan.executor.linear import local_linear
 from moeplan.executor.mesh import Mesh
 from moeplan.executor.mlp import Mlp
+from moeplan.executor.offload import offloading
 from moeplan.executor.parameters import ParameterTable, residual_std, split_piece, stack_piece
 from moeplan.executor.recompute import checkpointed, dropping_output
 from moeplan.executor.scopes import scope
@@ -133,7 +134,7 @@ class Experts(nn.Module):
 
     def forward(self, rows_RH: Tensor, probs_R: Tensor | None, offsets_E: Tensor) -> Tensor:
         """Rows through their experts, times ``probs_R`` before the second GEMM where given."""
-        with scope("expert_gemm"):
+        with scope("expert_gemm"), offloading("expert_fc1", rows_RH):
             hidden_RG = grouped_gemm(rows_RH, self.in_weight_EHF, offsets_E)
 
         def activate(hidden_RG: Tensor) -> tuple[Tensor]:
@@ -144,9 +145,10 @@ class Experts(nn.Module):
             with scope("expert_gemm"):
                 return grouped_gemm(hidden_RF, self.out_weight_EFH, offsets_E)
 
-        if self.drop_activation:
-            return dropping_output(activate, (hidden_RG,), project)
-        return project(*activate(hidden_RG))
+        with offloading("moe_act", hidden_RG):
+            if self.drop_activation:
+                return dropping_output(activate, (hidden_RG,), project)
+            return project(*activate(hidden_RG))
 
 
 class MoeBlock(nn.Module):

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from moeplan.executor.decoder_layer import DecoderLayer
 from moeplan.executor.linear import local_linear
 from moeplan.executor.mesh import Mesh
+from moeplan.executor.offload import offloading
 from moeplan.executor.parameters import ParameterTable
 from moeplan.executor.recompute import checkpointed
 from moeplan.executor.scopes import scope
@@ -36,7 +37,11 @@ class MtpLayer(nn.Module):
         """Normed hidden state of this depth, for the shared head and the depth after it."""
         both = (self._norm(embedding_LH, self.embedding_norm), self._norm(hidden_LH, self.hidden_norm))
         x_LH = local_linear(torch.cat(both, 1), self.projection)
-        x_LH = checkpointed(self.layer, x_LH) if self.recompute_layer else self.layer(x_LH)
+        if self.recompute_layer:
+            with offloading("attn_norm", x_LH):
+                x_LH = checkpointed(self.layer, x_LH)
+        else:
+            x_LH = self.layer(x_LH)
         return self._norm(x_LH, self.final_norm)
 
     def _norm(self, x_LH: Tensor, weight_H: Tensor) -> Tensor:

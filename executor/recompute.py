@@ -5,12 +5,14 @@ of their gradients asks for it (report section 1.6). No part of a consumer runs 
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.graph import saved_tensors_hooks
+
+from moeplan.executor.saved_tensors import Restore, keeping, kept, storage_key
 
 ResultT = TypeVar("ResultT")
 
@@ -47,23 +49,24 @@ def checkpointed(function: Callable[..., Tensor], *inputs: Tensor | None) -> Ten
 class _Dropped:
     """Outputs to be made again. The copies live from the first to the last gradient that asks for them."""
 
-    def __init__(self, produce: Callable[[], tuple[Tensor, ...]]) -> None:
-        self._produce = produce
+    def __init__(self, produce: Callable[..., tuple[Tensor, ...]], inputs: tuple[Restore, ...]) -> None:
+        self._produce, self._inputs = produce, inputs
         self._made: tuple[Tensor, ...] | None = None
         self._waiting = 0
 
     def register(self) -> None:
         self._waiting += 1
 
-    def take(self, index: int) -> Tensor:
+    def take(self, index: int, size: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
+        """A view of output ``index``."""
         if self._made is None:
             with torch.no_grad():
-                self._made = self._produce()
+                self._made = self._produce(*(restore() for restore in self._inputs))
         output = self._made[index]
         self._waiting -= 1
         if self._waiting <= 0:
             self._made = None
-        return output
+        return output.as_strided(size, stride, offset)
 
 
 def dropping_output(
@@ -74,22 +77,16 @@ def dropping_output(
     ``consume`` must be all that uses those outputs, and ``inputs`` should be kept for backward anyway.
     """
     outputs = produce(*inputs)
-    dropped = _Dropped(lambda: produce(*inputs))
+    dropped = _Dropped(produce, tuple(map(kept, inputs)))
     # By type as well: a view as another type has another stride. No hook may hold the outputs themselves.
-    places = {(output.untyped_storage().data_ptr(), output.dtype): index for index, output in enumerate(outputs)}
+    places = {(storage_key(output), output.dtype): index for index, output in enumerate(outputs)}
 
-    def pack(tensor: Tensor) -> Any:
-        index = places.get((tensor.untyped_storage().data_ptr(), tensor.dtype))
+    def keeper(tensor: Tensor) -> Restore | None:
+        index = places.get((storage_key(tensor), tensor.dtype))
         if index is None:
-            return tensor
+            return None
         dropped.register()
-        return index, tensor.size(), tensor.stride(), tensor.storage_offset()
+        return partial(dropped.take, index, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
-    def unpack(packed: Any) -> Tensor:
-        if isinstance(packed, Tensor):
-            return packed
-        index, size, stride, offset = packed
-        return dropped.take(index).as_strided(size, stride, offset)
-
-    with saved_tensors_hooks(pack, unpack):
+    with keeping(keeper, drops=True):
         return consume(*outputs)

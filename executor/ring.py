@@ -64,7 +64,8 @@ class _RingAttention(Function):
         widths = [k_BMCD.shape[3], v_BMCD.shape[3]]
         both = torch.cat([k_BMCD, v_BMCD], 3)
         dtype = at_least_fp32(q_BNCD.dtype)
-        out = q_BNCD.new_zeros((*q_BNCD.shape[:3], widths[1]), dtype=dtype)
+        # Laid out by position, so that the projection after it reads, and keeps, this very storage.
+        out = q_BNCD.new_zeros((*q_BNCD.transpose(1, 2).shape[:3], widths[1]), dtype=dtype).transpose(1, 2)
         lse = q_BNCD.new_full(q_BNCD.shape[:3], -torch.inf, dtype=dtype)
         for step in range(group.size):
             passing = _Passing(both, group) if step < group.size - 1 else None
@@ -103,8 +104,8 @@ class _RingAttention(Function):
                 )
                 grad_q[:, :, queries] += part_q
                 grad_both[:, :, keys] += torch.cat([part_k, part_v], 3)
-            # Gradients follow their keys, and after the last block come home.
-            grad_both = _Passing(grad_both, group).received()
+            if group.size > 1:  # gradients follow their keys, and after the last block come home
+                grad_both = _Passing(grad_both, group).received()
             if passing is not None:
                 both = passing.received()
         grad_k, grad_v = grad_both.to(k_BMCD.dtype).split(widths, 3)
@@ -124,7 +125,10 @@ def _merge(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None
 
 
 class RingAttention:
-    """Causal attention of this rank's queries to the keys and values of all ranks."""
+    """Causal attention of this rank's queries to the keys and values of all ranks.
+
+    Alone it is attention that keeps no scores, for widths and devices where torch has no such kernel.
+    """
 
     def __init__(self, group: Group) -> None:
         self.group = group

@@ -72,6 +72,7 @@ class _Setting(NamedTuple):
     precision: PrecisionName
     etp: int
     memory_efficient_permutation: bool
+    joins_output: bool
 
 
 def saved_tensors(
@@ -107,6 +108,7 @@ def _setting(model: ModelSpec, kind: ActivationKind, point: Point, stack: Softwa
         precision=point.precision,
         etp=point.etp,
         memory_efficient_permutation=point.memory_efficient_permutation,
+        joins_output=point.cp > 1 and point.cp_comm != "p2p",
     )
 
 
@@ -137,6 +139,7 @@ def _saved_tensors(setting: _Setting) -> tuple[SavedTensor, ...]:
         etp=setting.etp,
         memory_efficient_permutation=setting.memory_efficient_permutation,
         fused_attention=setting.fused_attention,
+        joins_output=setting.joins_output,
     )
     precision = PRECISIONS[setting.precision]
     tensors = []

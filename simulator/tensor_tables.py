@@ -45,6 +45,7 @@ class Sizes:
 
     ``scores``: kept attention scores, all heads together; ``fused_qkv``: one projection to query, key and value;
     ``kv_down`` and ``kv_up``: outputs of the latent projections; ``inner_norms``: rows normed inside attention.
+    ``joins_output``: attention's output is put together from parts that it keeps as well.
     """
 
     hidden: int
@@ -71,10 +72,17 @@ class Sizes:
     projections: int
     etp: int
     keeps_expert_output: bool
+    joins_output: bool
 
 
 def sizes_of(
-    model: ModelSpec, *, seq_len: int, etp: int, memory_efficient_permutation: bool, fused_attention: bool
+    model: ModelSpec,
+    *,
+    seq_len: int,
+    etp: int,
+    memory_efficient_permutation: bool,
+    fused_attention: bool,
+    joins_output: bool = False,
 ) -> Sizes:
     """Widths of a model under the settings that change what is kept.
 
@@ -112,6 +120,7 @@ def sizes_of(
         projections=2 if model.is_gated else 1,
         etp=etp,
         keeps_expert_output=moe is not None and (moe.mlp_bias or not memory_efficient_permutation),
+        joins_output=joins_output,
     )
 
 
@@ -225,31 +234,50 @@ _LOSS = (
     Row("head input", "head", lambda z: z.hidden, kept_by_full=True),
 )
 
-# The executor, counted by hooks on what its autograd saves. Against Megatron's: one storage holds query, key and value
-# as projected (views of it keep the whole), the latent down projection's holds the rotary part of the key as well, the
-# router works on an fp32 copy of its input, and the permutation is two indices and not a map of experts.
+# The executor, counted by hooks on what its autograd saves (tests/executor/test_saved_bytes.py). Against Megatron's: under
+# a QK norm one storage holds query, key and value as projected (views of it keep the whole), the latent down
+# projection's holds the rotary part of the key as well, and the permutation is two indices and not a map of experts.
 _NATIVE_ATTENTION = (
     _INPUT,
-    Row("input norm output", "norms", lambda z: z.hidden, dropped_by=("layernorm",)),
+    Row("input norm output", "norms", lambda z: z.hidden, dropped_by=("layernorm",), offloaded_by="qkv_linear"),
     Row("norm statistics", "norms", lambda z: 2 + z.inner_norms, "fp32"),
     Row("query down-projection output", "attention", lambda z: z.q_rank),
     Row("query norm output", "attention", lambda z: z.q_rank),
     Row("key-value down-projection output", "attention", lambda z: z.kv_down),
     Row("key-value norm output", "attention", lambda z: z.kv_rank),
-    Row("key-value up-projection output", "attention", lambda z: z.kv_up, dropped_by=("mla_up_proj",)),
-    Row("query, key and value as projected", "attention", lambda z: z.fused_qkv),
-    Row("query", "attention", lambda z: z.query, dropped_by=("mla_up_proj",)),
-    Row("key", "attention", lambda z: z.key, dropped_by=("mla_up_proj",)),
-    Row("attention output", "attention", lambda z: z.attended),
-    Row("softmax log-sum-exp", "attention", lambda z: z.heads * (z.scores == 0), "fp32", ("core_attn",)),
+    Row("query, key and value as projected", "attention", lambda z: z.fused_qkv * z.qk_norm),
+    Row("query", "attention", lambda z: z.query, dropped_by=("mla_up_proj",), offloaded_by="core_attn"),
+    Row("key", "attention", lambda z: z.key, dropped_by=("mla_up_proj",), offloaded_by="core_attn"),
+    Row(
+        "value",
+        "attention",
+        lambda z: z.value * (not z.qk_norm),
+        dropped_by=("mla_up_proj",),
+        offloaded_by="core_attn",
+    ),
+    Row("attention output", "attention", lambda z: z.attended, offloaded_by="attn_proj"),
+    Row(
+        "softmax log-sum-exp",
+        "attention",
+        lambda z: z.heads * (z.scores == 0),
+        "fp32",
+        ("core_attn",),
+        offloaded_by="attn_proj",
+    ),
+    Row(
+        "attention output before it is put together",
+        "attention",
+        lambda z: z.attended * z.joins_output,
+        dropped_by=("core_attn",),
+        offloaded_by="attn_proj",
+    ),
     Row("softmax output", "attention", lambda z: z.scores, "fp32", ("core_attn",)),
-    Row("residual after attention", "norms", lambda z: z.hidden),
+    Row("residual after attention", "norms", lambda z: z.hidden, offloaded_by="mlp_norm"),
     Row("pre-MLP norm output", "norms", lambda z: z.hidden, dropped_by=("layernorm",)),
 )
 _NATIVE_MOE = (
-    Row("router input", "router", lambda z: z.hidden, "fp32_copy", ("moe",)),
     Row("router scores", "router", lambda z: z.router_scores * z.experts, "fp32", ("moe",)),
-    Row("router probabilities", "router", lambda z: 2 * z.top_k, "fp32", ("moe",)),
+    Row("router probabilities", "router", lambda z: 2 * z.top_k + (z.top_k > 1), "fp32", ("moe",)),
     Row("chosen experts", "router", lambda z: z.top_k, "int64", ("moe",)),
     Row("permutation indices", "router", lambda z: 2 * z.top_k, "int32", ("moe",)),
     *_SHARED,

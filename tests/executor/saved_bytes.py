@@ -1,0 +1,51 @@
+"""Bytes that autograd keeps on the device for one layer, counted storage by storage."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from moeplan.executor.mesh import Mesh, build_mesh
+from moeplan.executor.model import ModelStage, Transformer
+from moeplan.executor.offload import tensors_of
+from moeplan.executor.saved_tensors import keeping, storage_key
+from moeplan.folding import Folding
+from moeplan.plan import Plan
+
+
+@contextmanager
+def rank_zero(folding: Folding) -> Iterator[Mesh]:
+    """The mesh of rank 0 in a world whose other ranks only seem to answer: sizes are right, values are not."""
+    if folding.world_size == 1:
+        yield build_mesh(folding, 0)
+        return
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=folding.world_size)
+    try:
+        yield build_mesh(folding, 0)
+    finally:
+        dist.destroy_process_group()
+
+
+def layer_kept_bytes(plan: Plan) -> int:
+    """What the first layer of rank 0 keeps for one micro-batch, weights and tables left out."""
+    with rank_zero(plan.folding) as mesh:
+        model = Transformer(plan, mesh, seed=1, device=torch.device("cpu"))
+        stage = cast("ModelStage", model.stages[0])
+        persistent = set(map(storage_key, tensors_of(model)))
+        found: dict[int, int] = {}
+
+        def count(tensor: Tensor) -> None:
+            if storage_key(tensor) not in persistent:
+                found[storage_key(tensor)] = tensor.untyped_storage().nbytes()
+
+        x_LH = torch.randn(plan.tokens_per_rank, plan.model.hidden_size).to(model.table.dtype).requires_grad_()
+        with stage.offloader.chunk() if stage.offloader is not None else nullcontext(), keeping(count):
+            out_LH = stage.run_layer(0, partial(stage.decoder_layer, stage.layers[0]), x_LH)
+        num_bytes = sum(found.values())  # while out_LH holds what was counted
+        assert out_LH.requires_grad
+        return num_bytes
