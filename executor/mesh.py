@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from moeplan import folding as grids
 from moeplan.folding import Folding
+from moeplan.plan import Plan
 
 # Name of a group, its grid, and the axes along which its ranks differ.
 GROUP_AXES: tuple[tuple[str, grids.Mesh, tuple[str, ...]], ...] = (
@@ -25,6 +26,8 @@ GROUP_AXES: tuple[tuple[str, grids.Mesh, tuple[str, ...]], ...] = (
     ("etp_ep", "expert", ("etp", "ep")),
     ("edp", "expert", ("edp",)),
 )
+# Where tokens travel to experts and back.
+EXCHANGE_GROUPS = frozenset(("etp", "ep", "etp_ep"))
 
 
 @dataclass(frozen=True)
@@ -60,17 +63,25 @@ class Mesh:
     edp: Group
 
 
-def build_mesh(folding: Folding, rank: int) -> Mesh:
+def build_mesh(folding: Folding, rank: int, *, overlaps_exchange: bool = False) -> Mesh:
     """The groups of ``rank``. Collective: all ranks of an initialised process group call it with the same folding.
 
-    Groups with the same members share one communicator; a world of one needs no process group at all.
+    Groups with the same members share one communicator; a world of one needs no process group at all. Where exchanges
+    of tokens run beside other collectives (``overlaps_exchange``), their groups have communicators of their own.
     """
-    made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+    made: dict[tuple[bool, tuple[int, ...]], dist.ProcessGroup | None] = {}
     groups: dict[str, Group] = {}
     for name, grid, axes in GROUP_AXES:
+        apart = overlaps_exchange and name in EXCHANGE_GROUPS
         for ranks in folding.groups(grid, axes):
-            if len(ranks) > 1 and ranks not in made:
-                made[ranks] = dist.group.WORLD if len(ranks) == folding.world_size else dist.new_group(list(ranks))
+            if len(ranks) > 1 and (apart, ranks) not in made:
+                is_world = len(ranks) == folding.world_size and not apart
+                made[apart, ranks] = dist.group.WORLD if is_world else dist.new_group(list(ranks))
             if rank in ranks:
-                groups[name] = Group(ranks, ranks.index(rank), made.get(ranks))
+                groups[name] = Group(ranks, ranks.index(rank), made.get((apart, ranks)))
     return Mesh(rank, folding, **groups)
+
+
+def plan_mesh(plan: Plan, rank: int) -> Mesh:
+    """The mesh of ``rank`` as the plan needs it. Collective."""
+    return build_mesh(plan.folding, rank, overlaps_exchange=plan.ep_overlap or plan.shared_expert_overlap)

@@ -31,7 +31,14 @@ class Mlp(nn.Module):
 
     def forward(self, x_LH: Tensor) -> Tensor:
         """This rank's tokens through the whole MLP."""
+        return self.project(self.expand(x_LH))
+
+    def expand(self, x_LH: Tensor) -> Tensor:
+        """Activations hidden_TF of the tp group's tokens at this rank's width."""
         hidden_TF = column_linear(x_LH, self.in_weight, None, self.group)
         with scope("elementwise"):
-            hidden_TF = activation(hidden_TF, self.kind)
+            return activation(hidden_TF, self.kind)
+
+    def project(self, hidden_TF: Tensor) -> Tensor:
+        """Back to this rank's tokens."""
         return row_linear(hidden_TF, self.out_weight, None, self.group)

@@ -9,13 +9,14 @@ from torch import Tensor, nn
 from moeplan.executor.collectives import all_reduce
 from moeplan.executor.dispatch import build_dispatcher
 from moeplan.executor.dtypes import at_least_fp32
-from moeplan.executor.exchange import combine, dispatch
+from moeplan.executor.exchange import Arrived
 from moeplan.executor.linear import local_linear
 from moeplan.executor.mesh import Mesh
 from moeplan.executor.mlp import Mlp
 from moeplan.executor.offload import offloading
 from moeplan.executor.parameters import ParameterTable, residual_std, split_piece, stack_piece
 from moeplan.executor.recompute import checkpointed, dropping_output
+from moeplan.executor.routed import Beside, route_tokens
 from moeplan.executor.scopes import scope
 from moeplan.kernels.activation import activation
 from moeplan.kernels.grouped_gemm import grouped_gemm
@@ -159,6 +160,7 @@ class MoeBlock(nn.Module):
         name = f"layers.{layer}"
         self.probs_before_fc2 = plan.memory_efficient_permutation
         self.recompute_shared = "shared_experts" in plan.recompute
+        self.overlap_shared = plan.shared_expert_overlap and mesh.etp_ep.size > 1
         self.router = Router(plan, moe, f"{name}.router", mesh, table)
         self.dispatcher = build_dispatcher(plan, moe, mesh)
         self.experts = Experts(plan, moe, f"{name}.experts", mesh, table)
@@ -171,6 +173,8 @@ class MoeBlock(nn.Module):
 
     def forward(self, x_LH: Tensor) -> Tensor:
         """The block's addition to the residual stream of this rank's tokens."""
+        if self.overlap_shared:
+            return self._share_beside(x_LH)
         shared_LH = None
         if self.shared is not None:
             shared_LH = checkpointed(self._share, x_LH) if self.recompute_shared else self._share(x_LH)
@@ -180,15 +184,30 @@ class MoeBlock(nn.Module):
         with scope("elementwise"):
             return routed_LH + shared_LH
 
-    def _route(self, x_LH: Tensor) -> Tensor:
-        routing = self.router(x_LH)
-        arrived, exchange = dispatch(self.dispatcher, x_LH, routing.expert_index_TK, routing.probs_TK)
-        out_RH = self.experts(arrived.rows, arrived.probs if self.probs_before_fc2 else None, arrived.offsets)
-        return combine(exchange, out_RH, arrived, routing.probs_TK)
+    def _route(self, x_LH: Tensor, beside: Beside | None = None) -> Tensor:
+        return route_tokens(self.dispatcher, self._run_experts, x_LH, self.router(x_LH), beside)
+
+    def _run_experts(self, arrived: Arrived) -> Tensor:
+        out_RH: Tensor = self.experts(arrived.rows, arrived.probs if self.probs_before_fc2 else None, arrived.offsets)
+        return out_RH
 
     def _share(self, x_LH: Tensor) -> Tensor:
         assert self.shared is not None
-        shared_LH: Tensor = self.shared(x_LH)
+        return self._gated(x_LH, self.shared(x_LH))
+
+    def _share_beside(self, x_LH: Tensor) -> Tensor:
+        """The shared expert's first matrix runs beside the dispatch, its second beside the combine (section 2.6)."""
+        shared, made = self.shared, list[Tensor]()
+        assert shared is not None
+        beside = Beside(
+            dispatch=lambda: made.append(shared.expand(x_LH)),
+            combine=lambda: made.append(self._gated(x_LH, shared.project(made.pop()))),
+        )
+        routed_LH = self._route(x_LH, beside)
+        with scope("elementwise"):
+            return routed_LH + made.pop()
+
+    def _gated(self, x_LH: Tensor, shared_LH: Tensor) -> Tensor:
         if self.shared_gate is None:
             return shared_LH
         gate_L1 = local_linear(x_LH, self.shared_gate)

@@ -1,7 +1,11 @@
-"""Micro-batches through the pipeline: 1F1B and interleaved, in the order that the simulator follows as well."""
+"""Micro-batches through the pipeline: 1F1B and interleaved, in the order that the simulator follows as well.
+
+Under expert-parallel overlap each backward runs beside the forward that follows it in that order.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -9,11 +13,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
+from moeplan.executor.crossing import Course, on_course
 from moeplan.executor.mesh import Group, Mesh
 from moeplan.executor.micro_batch import MicroBatch, loss_weights
 from moeplan.executor.model import ModelStage, Transformer, embedding_holders
+from moeplan.executor.overlap import PairRunner
 from moeplan.executor.pipeline_links import PipelineLinks
-from moeplan.pipeline_order import ChunkStep, rank_order
+from moeplan.pipeline_order import ChunkStep, paired_order, rank_order
 from moeplan.plan import Plan
 
 
@@ -37,6 +43,7 @@ class _Running:
     start: Tensor | None
     end: Tensor
     mailbox: list[Tensor]
+    course: Course | None
 
 
 class Pipeline:
@@ -48,6 +55,7 @@ class Pipeline:
         table = model.table
         self.weights_P = torch.tensor(loss_weights(plan), dtype=torch.float64, device=table.device)
         self.links = PipelineLinks(plan, mesh, table.dtype, table.device)
+        self.pairs = PairRunner(table.device, delay_wgrad=plan.delay_wgrad) if plan.ep_overlap else None
         self._running: dict[tuple[int, int], _Running] = {}
         self._batches: dict[int, MicroBatch] = {}
         self._loss_P = torch.zeros_like(self.weights_P)
@@ -59,14 +67,38 @@ class Pipeline:
         """
         self._loss_P = torch.zeros_like(self.weights_P)
         self.links.expect(("F", "B"), self._order)
-        for step in self._order(self.rank):
-            stage = step.chunk * self.plan.pp + self.rank
-            if step.kind == "F":
-                self._forward(stage, step.micro_batch, micro_batch)
-            else:
-                self._backward(stage, step.micro_batch)
+        if self.pairs is None:
+            for step in self._order(self.rank):
+                self._run_step(step, micro_batch)
+        else:
+            self._run_pairs(self.pairs, micro_batch)
         self.links.finish()
         return self._loss_P
+
+    def _run_step(
+        self, step: ChunkStep, micro_batch: Callable[[int], MicroBatch], course: Course | None = None
+    ) -> None:
+        stage = step.chunk * self.plan.pp + self.rank
+        if step.kind == "F":
+            self._forward(stage, step.micro_batch, micro_batch, course)
+        else:
+            self._backward(stage, step.micro_batch)
+
+    def _run_pairs(self, pairs: PairRunner, micro_batch: Callable[[int], MicroBatch]) -> None:
+        plan = self.plan
+        for forward, backward in paired_order(
+            plan.pp, plan.vp, plan.num_micro_batches, self.rank, plan.micro_batch_group_size
+        ):
+            course = Course()
+            if forward is None or backward is None:
+                self._run_step(forward or cast("ChunkStep", backward), micro_batch, course)
+                continue
+            running = self._running[backward.chunk * plan.pp + self.rank, backward.micro_batch]
+            assert running.course is not None
+            pairs.run(
+                (partial(self._run_step, forward, micro_batch, course), course),
+                (partial(self._run_step, backward, micro_batch), running.course),
+            )
 
     @torch.no_grad()
     def evaluate(self, micro_batch: Callable[[int], MicroBatch]) -> Tensor:
@@ -81,13 +113,16 @@ class Pipeline:
         self._batches.clear()
         return self._loss_P
 
-    def _forward(self, stage: int, index: int, micro_batch: Callable[[int], MicroBatch]) -> None:
+    def _forward(
+        self, stage: int, index: int, micro_batch: Callable[[int], MicroBatch], course: Course | None = None
+    ) -> None:
         if index not in self._batches:
             self._batches[index] = micro_batch(index)
         start = None
         if stage > 0:
             start = self.links.receive("F", stage - 1, index).requires_grad_()
-        out = self._module(stage)(self._batches[index], start)
+        with on_course(course):
+            out = self._module(stage)(self._batches[index], start)
         mailbox: list[Tensor] = []
         if stage == self.last_stage:
             self._loss_P += out.detach()
@@ -95,7 +130,7 @@ class Pipeline:
         else:
             self.links.send("F", stage, out.detach())
             end = cast("Tensor", _Leave.apply(out, mailbox))
-        self._running[stage, index] = _Running(start, end, mailbox)
+        self._running[stage, index] = _Running(start, end, mailbox, course)
 
     def _backward(self, stage: int, index: int) -> None:
         running = self._running.pop((stage, index))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from moeplan.executor.data import open_tokens
-from moeplan.executor.mesh import build_mesh
+from moeplan.executor.mesh import plan_mesh
 from moeplan.executor.train import Trainer
 from moeplan.model_spec import GqaAttention, MlaAttention, ModelSpec, Moe, Router
 from moeplan.plan import Plan
@@ -110,7 +110,7 @@ def run_steps(rank: int, plan: Plan, run: RunConfig, num_steps: int) -> Outcome:
 
 def build_trainer(rank: int, plan: Plan, run: RunConfig) -> Trainer:
     """A trainer on the CPU."""
-    mesh = build_mesh(plan.folding, rank)
+    mesh = plan_mesh(plan, rank)
     return Trainer(plan, run, mesh, open_tokens(plan, run), torch.device("cpu"))
 
 

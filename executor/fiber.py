@@ -1,0 +1,55 @@
+"""Work that stops in its middle and lets others run: forward of one micro-batch and backward of another by turns."""
+
+import threading
+from collections.abc import Callable
+
+import torch
+
+
+class Fiber:
+    """Runs tasks in a thread of its own, but only while :meth:`advance` waits for it: one runs at any time.
+
+    An error of a task is raised by :meth:`advance`.
+    """
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        self._device = device
+        self._task: Callable[[], None] | None = None
+        self._error: BaseException | None = None
+        self._place = ""
+        self._go, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
+        threading.Thread(target=self._serve, name=name, daemon=True).start()
+
+    def begin(self, task: Callable[[], None]) -> None:
+        """Take a task, to be run by :meth:`advance`. The one before must have ended."""
+        assert self._task is None, "a fiber runs one task at a time"
+        self._task = task
+
+    def advance(self) -> str:
+        """Run on to the next stop and return its place; the empty string where the task has ended."""
+        assert self._task is not None, "nothing to run"
+        self._go.release()
+        self._stopped.acquire()
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        return self._place
+
+    def stop(self, place: str) -> None:
+        """Called by what the task runs, in whatever thread: wait until the task is to go on."""
+        self._place = place
+        self._stopped.release()
+        self._go.acquire()
+
+    def _serve(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        while True:
+            self._go.acquire()
+            assert self._task is not None
+            try:
+                self._task()
+            except BaseException as error:  # noqa: BLE001 - raised by advance
+                self._error = error
+            self._task, self._place = None, ""
+            self._stopped.release()
