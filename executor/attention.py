@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from moeplan.executor.attention_sink import with_sink_key
 from moeplan.executor.collectives import gather_rows
 from moeplan.executor.context import Core, context_attention, own_positions
 from moeplan.executor.linear import column_linear, local_linear, row_linear
@@ -20,10 +21,11 @@ from moeplan.executor.offload import offloading
 from moeplan.executor.parameters import ParameterTable, residual_std, split_piece
 from moeplan.executor.recompute import checkpointed, dropping_output
 from moeplan.executor.ring import RingAttention
+from moeplan.executor.rope import model_rotary_tables
 from moeplan.executor.scopes import scope
 from moeplan.kernels.norm import rms_norm
-from moeplan.kernels.rotary import apply_rotary, rotary_tables
-from moeplan.model_spec import GqaAttention, MlaAttention
+from moeplan.kernels.rotary import apply_rotary
+from moeplan.model_spec import GqaAttention, MlaAttention, YarnScaling
 from moeplan.plan import Plan
 
 # One H200, 4 x 4096, 32 heads of 128: cuDNN 548 TFLOP/s forward and 453 backward, torch's flash attention 321 and 250.
@@ -34,7 +36,8 @@ BACKENDS = (
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 )
-
+# Of the norms of latents, whatever the model's own norms have: DeepSeek's code and its successors leave it at that.
+LATENT_NORM_EPS = 1e-6
 _ALONE = Group((0,), 0, None)
 
 
@@ -43,11 +46,21 @@ def attention_backends(device: torch.device) -> AbstractContextManager[object]:
     return sdpa_kernel(list(BACKENDS), set_priority=True) if device.type == "cuda" else nullcontext()
 
 
-def core_attention(q_BSND: Tensor, k_BSMD: Tensor, v_BSMD: Tensor, mask_SS: Tensor | None) -> Tensor:
-    """Causal attention out_BSND over M key-value heads; ``mask_SS`` (true: seen) narrows it to a window."""
+def core_attention(
+    q_BSND: Tensor, k_BSMD: Tensor, v_BSMD: Tensor, mask_SS: Tensor | None, sinks_N: Tensor | None = None
+) -> Tensor:
+    """Causal attention out_BSND over M key-value heads; ``mask_SS`` (true: seen) narrows it to a window.
+
+    ``sinks_N``: a score of each head that takes part in its softmax and brings no value.
+    """
     if mask_SS is None and q_BSND.device.type == "cpu" and q_BSND.shape[3] != v_BSMD.shape[3]:
-        return RingAttention(_ALONE)(q_BSND, k_BSMD, v_BSMD)  # torch would keep all scores
-    grouped = q_BSND.shape[2] != k_BSMD.shape[2]
+        return RingAttention(_ALONE)(q_BSND, k_BSMD, v_BSMD, sinks_N)  # torch would keep all scores
+    grouped, scale = q_BSND.shape[2] != k_BSMD.shape[2], q_BSND.shape[3] ** -0.5
+    if sinks_N is not None:
+        q_BSND, k_BSMD, v_BSMD = with_sink_key(q_BSND, k_BSMD, v_BSMD, sinks_N, scale)
+        # A query before all others keeps the causal mask square.
+        q_BSND = F.pad(q_BSND, (0, 0, 0, 0, 1, 0))
+        mask_SS = None if mask_SS is None else F.pad(mask_SS, (1, 0, 1, 0), value=True)
     with scope("attention"), attention_backends(q_BSND.device):
         out_BNSD = F.scaled_dot_product_attention(
             q_BSND.transpose(1, 2),
@@ -55,9 +68,11 @@ def core_attention(q_BSND: Tensor, k_BSMD: Tensor, v_BSMD: Tensor, mask_SS: Tens
             v_BSMD.transpose(1, 2),
             attn_mask=mask_SS,
             is_causal=mask_SS is None,
+            scale=scale,
             enable_gqa=grouped,
         )
-    return out_BNSD.transpose(1, 2)
+    out_BSND = out_BNSD.transpose(1, 2)
+    return out_BSND if sinks_N is None else out_BSND[:, 1:]
 
 
 def window_mask(seq_len: int, window: int, device: torch.device) -> Tensor | None:
@@ -76,13 +91,18 @@ class _AttentionBase(nn.Module):
         model, group = plan.model, mesh.tp
         attention = model.attention
         self.group, self.seq_len, self.eps = group, plan.seq_len // plan.cp, model.norm_eps
+        self.rotary_width = rotary_width
         self.num_heads = attention.num_heads // group.size
         self.recompute_core = "core_attn" in plan.recompute
         positions = own_positions(plan.seq_len, mesh.cp, table.device)
         dtype = torch.promote_types(table.dtype, torch.float32)
-        self.rotary = rotary_tables(positions, rotary_width, model.rope_theta, dtype)
+        self.rotary = model_rotary_tables(model, positions, rotary_width, dtype)
         window = attention.sliding_window if model.is_windowed(layer) else None
         mask_SS = window_mask(plan.seq_len, window, table.device) if window else None
+        self.sinks: nn.Parameter | None = None
+        if isinstance(attention, GqaAttention) and attention.sinks:
+            sinks = split_piece(f"layers.{layer}.attention.sinks", (attention.num_heads,), 0, group)
+            self.sinks = table.add(sinks, shape=(self.num_heads,), is_decayed=False)
         self.attend: Core = partial(core_attention, mask_SS=mask_SS)
         if mesh.cp.size > 1:
             self.attend = context_attention(plan, window, self.attend, mesh.cp, table.device)
@@ -97,14 +117,19 @@ class _AttentionBase(nn.Module):
             self.out_bias = table.add_whole(f"{name}.bias", (model.hidden_size,), std=0.0, is_decayed=False)
 
     def rotate(self, x_BSND: Tensor) -> Tensor:
+        """The first ``rotary_width`` channels turned by their positions."""
         with scope("elementwise"):
-            return apply_rotary(x_BSND, *self.rotary)
+            if self.rotary_width == x_BSND.shape[3]:
+                return apply_rotary(x_BSND, *self.rotary)
+            turned, kept = x_BSND.split([self.rotary_width, x_BSND.shape[3] - self.rotary_width], 3)
+            return torch.cat([apply_rotary(turned, *self.rotary), kept], 3)
 
     def core(self, q_BSND: Tensor, k_BSMD: Tensor, v_BSMD: Tensor) -> Tensor:
+        attend = self.attend if self.sinks is None else partial(self.attend, sinks_N=self.sinks)
         with offloading("core_attn", q_BSND, k_BSMD, v_BSMD, rest="attn_proj"):
             if self.recompute_core:
-                return checkpointed(self.attend, q_BSND, k_BSMD, v_BSMD)
-            return self.attend(q_BSND, k_BSMD, v_BSMD)
+                return checkpointed(attend, q_BSND, k_BSMD, v_BSMD)
+            return attend(q_BSND, k_BSMD, v_BSMD)
 
     def project_out(self, out_BSND: Tensor) -> Tensor:
         out_TI = out_BSND.flatten(2).flatten(0, 1)
@@ -116,7 +141,7 @@ class GroupedQueryAttention(_AttentionBase):
     """Queries, keys and values by one fused matrix; keys and values shared by groups of heads."""
 
     def __init__(self, plan: Plan, layer: int, mesh: Mesh, table: ParameterTable, attention: GqaAttention) -> None:
-        super().__init__(plan, layer, mesh, table, attention.head_dim)
+        super().__init__(plan, layer, mesh, table, attention.rotary_dim or attention.head_dim)
         group = mesh.tp
         self.head_dim, self.num_kv_heads = attention.head_dim, attention.num_kv_heads // group.size
         hidden, name = plan.model.hidden_size, f"layers.{layer}.attention"
@@ -156,6 +181,8 @@ class LatentAttention(_AttentionBase):
     def __init__(self, plan: Plan, layer: int, mesh: Mesh, table: ParameterTable, attention: MlaAttention) -> None:
         super().__init__(plan, layer, mesh, table, attention.qk_rope_head_dim)
         self.spec, self.recompute_up = attention, "mla_up_proj" in plan.recompute
+        scaling = plan.model.rope_scaling
+        self.query_factor = scaling.softmax_factor if isinstance(scaling, YarnScaling) else 1.0
         hidden, name = plan.model.hidden_size, f"layers.{layer}.attention"
         q_rank, kv_rank = attention.q_lora_rank, attention.kv_lora_rank
         q_rows = attention.num_heads * attention.qk_head_dim
@@ -188,7 +215,7 @@ class LatentAttention(_AttentionBase):
 
     def _norm(self, x_LI: Tensor, weight_I: Tensor) -> Tensor:
         with scope("elementwise"):
-            return rms_norm(x_LI, weight_I, self.eps)
+            return rms_norm(x_LI, weight_I, LATENT_NORM_EPS)
 
     def _expand(self, q_latent_LI: Tensor, kv_latent_LI: Tensor, k_rope_LD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of this rank's heads from the latents of this rank's tokens."""
@@ -201,6 +228,8 @@ class LatentAttention(_AttentionBase):
         k_nope_BSND, v_BSND = kv_BSND.split([nope, spec.v_head_dim], 3)
         with scope("elementwise"):
             q_BSND = torch.cat([q_nope_BSND, self.rotate(q_rope_BSND)], 3)
+            if self.query_factor != 1:
+                q_BSND = q_BSND * self.query_factor
             k_BSND = torch.cat([k_nope_BSND, k_rope_BS1D.expand(-1, -1, self.num_heads, -1)], 3)
             v_BSND = v_BSND.contiguous()  # a view would keep the keys beside it for backward
         return q_BSND, k_BSND, v_BSND

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from moeplan.executor.attention_sink import with_sink_key
 from moeplan.executor.collectives import exchange_rows, gather_rows
 from moeplan.executor.mesh import Group
 from moeplan.executor.offload import offloading
@@ -20,7 +21,8 @@ from moeplan.executor.ring import RingAttention
 from moeplan.executor.scopes import scope
 from moeplan.plan import Plan
 
-Core = Callable[[Tensor, Tensor, Tensor], Tensor]
+# Of queries, keys and values, and by name the sinks of the heads (executor/attention_sink.py) where there are any.
+Core = Callable[..., Tensor]
 
 
 def own_positions(seq_len: int, group: Group, device: torch.device) -> Tensor:
@@ -49,14 +51,14 @@ class GatheredAttention:
         self.chunk = seq_len // (2 * group.size)
         self.order = gathered_order(seq_len, group, device)
 
-    def __call__(self, q_BCND: Tensor, k_BCMD: Tensor, v_BCMD: Tensor) -> Tensor:
+    def __call__(self, q_BCND: Tensor, k_BCMD: Tensor, v_BCMD: Tensor, sinks_N: Tensor | None = None) -> Tensor:
         """out_BCND. Backward gathers again: only this rank's part is kept (report section 6)."""
 
         def attend(k_BMSD: Tensor, v_BMSD: Tensor) -> Tensor:
             q_BNCD = q_BCND.transpose(1, 2)
             chunks = (self.group.index, 2 * self.group.size - 1 - self.group.index)
             outs = [
-                self._attend(q_BNcD, k_BMSD, v_BMSD, chunk * self.chunk)
+                self._attend(q_BNcD, k_BMSD, v_BMSD, chunk * self.chunk, sinks_N)
                 for q_BNcD, chunk in zip(q_BNCD.split(self.chunk, 2), chunks, strict=True)
             ]
             return torch.cat(outs, 2).transpose(1, 2)
@@ -70,25 +72,33 @@ class GatheredAttention:
         k_BMSD, v_BMSD = whole_SBMD.permute(1, 2, 0, 3).split([k_BCMD.shape[3], v_BCMD.shape[3]], 3)
         return k_BMSD, v_BMSD
 
-    def _attend(self, q_BNcD: Tensor, k_BMSD: Tensor, v_BMSD: Tensor, first: int) -> Tensor:
+    def _attend(self, q_BNcD: Tensor, k_BMSD: Tensor, v_BMSD: Tensor, first: int, sinks_N: Tensor | None) -> Tensor:
         """Attention of the chunk of queries that begins at position ``first``."""
-        end = first + self.chunk
+        end, scale = first + self.chunk, q_BNcD.shape[3] ** -0.5
         start = 0 if self.window is None else max(0, first - self.window + 1)
+        k_BMSD, v_BMSD = k_BMSD[:, :, start:end], v_BMSD[:, :, start:end]
+        num_sinks = 0
+        if sinks_N is not None:
+            queries, keys, values = (x.transpose(1, 2) for x in (q_BNcD, k_BMSD, v_BMSD))
+            whole = with_sink_key(queries, keys, values, sinks_N, scale)
+            q_BNcD, k_BMSD, v_BMSD = (x.transpose(1, 2) for x in whole)
+            num_sinks = 1
         if self.window is None:
             # Here and not above: the module brings torch's compiler along, 145 MiB that no other process needs.
             from torch.nn.attention.bias import causal_lower_right  # noqa: PLC0415
 
-            mask: Tensor = causal_lower_right(self.chunk, end)
+            mask: Tensor = causal_lower_right(self.chunk, num_sinks + end)
         else:
             queries = torch.arange(first, end, device=q_BNcD.device)
             distance = queries[:, None] - torch.arange(start, end, device=q_BNcD.device)
-            mask = (distance >= 0) & (distance < self.window)
+            mask = F.pad((distance >= 0) & (distance < self.window), (num_sinks, 0), value=True)
         with scope("attention"):
             out_BNcD: Tensor = F.scaled_dot_product_attention(
                 q_BNcD,
-                k_BMSD[:, :, start:end],
-                v_BMSD[:, :, start:end],
+                k_BMSD,
+                v_BMSD,
                 attn_mask=mask,
+                scale=scale,
                 enable_gqa=q_BNcD.shape[1] != k_BMSD.shape[1],
             )
         return out_BNcD
@@ -105,11 +115,12 @@ class HeadSplitAttention:
         self.order = gathered_order(seq_len, group, device)
         self.inverse = self.order.argsort()
 
-    def __call__(self, q_BCND: Tensor, k_BCMD: Tensor, v_BCMD: Tensor) -> Tensor:
+    def __call__(self, q_BCND: Tensor, k_BCMD: Tensor, v_BCMD: Tensor, sinks_N: Tensor | None = None) -> Tensor:
         """out_BCND."""
         whole = tuple(self._whole(x) for x in (q_BCND, k_BCMD, v_BCMD))
+        sinks = {} if sinks_N is None else {"sinks_N": sinks_N.chunk(self.group.size)[self.group.index]}
         with offloading("core_attn", *whole, rest="attn_proj"):
-            out_BSnD = self.core(*whole)
+            out_BSnD = self.core(*whole, **sinks)
         rows = self._exchanged(out_BSnD.transpose(0, 1)[self.inverse])
         out_hCBnD: Tensor = rows.unflatten(0, (self.group.size, -1))
         return out_hCBnD.permute(2, 1, 0, 3, 4).flatten(2, 3)

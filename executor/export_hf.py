@@ -1,10 +1,13 @@
 """The trained model as a Hugging Face folder: ``config.json`` and sharded safetensors with their index.
 
-Whole weights are put together one after the other on rank 0, so that no rank ever holds more than one file's worth.
+Each tensor of the checkpoint is put together on one of the ranks that hold parts of it, and every rank writes its own
+files, so that none ever holds more than one file's worth. The folder must be one that all ranks see.
 """
 
 import json
 from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,148 +17,180 @@ from torch import Tensor
 
 from moeplan.executor.mesh import Mesh
 from moeplan.executor.model import Transformer
-from moeplan.executor.parameters import Entry, ParameterTable, Piece
+from moeplan.executor.tensor_slices import TensorSlice
 from moeplan.files import write_bytes_atomically, write_text_atomically
-from moeplan.hf_export import hf_config_of, hf_weight_name
-from moeplan.model_spec import MlaAttention, ModelSpec
+from moeplan.hf_export import hf_config_of
+from moeplan.hf_folder import INDEX, SINGLE
+from moeplan.hf_layout import Place, checkpoint_places
 from moeplan.plan import Plan
 from moeplan.units import GIB
 
-# Bytes of a file: what rank 0 holds in memory at once.
+# Bytes of a file: what a rank holds in memory at once.
 MAX_FILE_BYTES = 2 * GIB
+_DTYPES = {"fp64": "float64", "fp32": "float32"}
 
-# A part of a whole weight and the rank that brings it.
-Part = tuple[tuple[slice, ...], int]
+# Which part of a whole weight: its first elements and its size along each dimension.
+Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-def export_hf(plan: Plan, mesh: Mesh, model: Transformer, folder: Path, max_file_bytes: int = MAX_FILE_BYTES) -> None:
-    """Write the weights in their compute dtype; rank 0 writes. Collective over the world.
+@dataclass(frozen=True)
+class _Part:
+    """A part of one of our weights inside a tensor of the checkpoint, and the rank that brings it."""
 
-    InvalidInputError where no family holds the model or the folder cannot be written.
+    weight: str
+    place: Place
+    box: Box
+    rank: int
+
+
+def export_hf(
+    plan: Plan,
+    mesh: Mesh,
+    model: Transformer,
+    folder: Path,
+    *,
+    weights: Iterable[TensorSlice] | None = None,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> None:
+    """Write the weights in their compute dtype; every rank writes a part. Collective over the world.
+
+    ``weights`` are those that this rank holds, where its parameters are not (full sharding). InvalidInputError where no
+    family holds the model or the folder cannot be written.
     """
-    config = hf_config_of(plan.model)
-    own = _own_pieces(model)
-    listed = [(name, piece.shape, piece.source, mesh.rank) for name, (piece, _) in own.items()]
-    everyone: list[list[Any]] = [listed] * mesh.world.size
+    config = hf_config_of(plan.model) | {"torch_dtype": _DTYPES.get(plan.precision, "bfloat16")}
+    own: dict[str, dict[Box, Tensor]] = defaultdict(dict)
+    for one in (*(_parameter_slices(model) if weights is None else weights), *_bias_slices(model)):
+        own[one.name][one.offsets, tuple(one.values.shape)] = one.values.detach()
+    holders = _holders(own, mesh)
+    writer = _Writer(folder, mesh, max_file_bytes)
+    loads = [0] * mesh.world.size
+    for name, parts in sorted(_tensors(plan, config["model_type"], holders).items()):
+        owner = min({part.rank for part in parts}, key=lambda rank: (loads[rank], rank))
+        loads[owner] += _numel(parts[0].place.shape)
+        tensor = _assembled(parts, own, owner, mesh, model.table.device)
+        if tensor is not None:
+            writer.add(name, tensor)
+    writer.finish(config)
+
+
+def _parameter_slices(model: Transformer) -> Iterator[TensorSlice]:
+    for entry in model.table.entries:
+        for piece in entry.pieces:
+            sizes = [one.stop - one.start for one in piece.source]
+            values = entry.parameter.detach()[piece.target].reshape(sizes)
+            yield TensorSlice(piece.name, piece.shape, tuple(one.start for one in piece.source), values)
+
+
+def _bias_slices(model: Transformer) -> Iterator[TensorSlice]:
+    """Selection biases, which no table has: they are no parameters."""
+    for router in model.routers():
+        if router.bias_E is not None:
+            yield TensorSlice(f"{router.name}.expert_bias", tuple(router.bias_E.shape), (0,), router.bias_E)
+
+
+def _holders(own: dict[str, dict[Box, Tensor]], mesh: Mesh) -> dict[str, dict[Box, int]]:
+    """The first rank that holds each part of each weight."""
+    listed = {name: list(parts) for name, parts in own.items()}
+    everyone: list[dict[str, list[Box]]] = [listed] * mesh.world.size
     if mesh.world.size > 1:
         dist.all_gather_object(everyone, listed)
-    parts: dict[str, list[Part]] = defaultdict(list)
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name, shape, source, rank in (item for ranks in everyone for item in ranks):
-        shapes[name] = shape
-        if source not in [known for known, _ in parts[name]]:
-            parts[name].append((source, rank))
-    writer = _Writer(folder, max_file_bytes) if mesh.rank == 0 else None
-    for name in sorted(parts):
-        whole = _whole(shapes[name], parts[name], own.get(name), mesh, model.table)
-        if writer is not None and whole is not None:
-            target = hf_weight_name(name, plan.model, config["model_type"])
-            writer.add(target, in_hf_layout(name, whole, plan.model))
-    if writer is not None:
-        for name, bias_E in _biases(plan, model, mesh).items():
-            writer.add(name, bias_E)
-        writer.finish(config)
+    holders: dict[str, dict[Box, int]] = defaultdict(dict)
+    for rank, names in enumerate(everyone):
+        for name, boxes in names.items():
+            for box in boxes:
+                holders[name].setdefault(box, rank)
+    return holders
 
 
-def _own_pieces(model: Transformer) -> dict[str, tuple[Piece, Entry]]:
-    """Pieces of this rank by the name of their whole weight."""
-    return {piece.name: (piece, entry) for entry in model.table.entries for piece in entry.pieces}
+def _tensors(plan: Plan, family: str, holders: dict[str, dict[Box, int]]) -> dict[str, list[_Part]]:
+    """Parts of every tensor of the checkpoint, in one order on all ranks."""
+    tensors: dict[str, list[_Part]] = defaultdict(list)
+    for weight, places in checkpoint_places(plan.model, family).items():
+        for place in places:
+            tensors[place.name] += [_Part(weight, place, box, rank) for box, rank in holders[weight].items()]
+    return tensors
 
 
-def _whole(
-    shape: tuple[int, ...], parts: list[Part], own: tuple[Piece, Entry] | None, mesh: Mesh, table: ParameterTable
+def _numel(shape: tuple[int, ...]) -> int:
+    return torch.Size(shape).numel()
+
+
+def _assembled(
+    parts: list[_Part], own: dict[str, dict[Box, Tensor]], owner: int, mesh: Mesh, device: torch.device
 ) -> Tensor | None:
-    """The whole weight on rank 0, on the CPU; None elsewhere. ``own``: this rank's piece of it."""
-    whole = torch.empty(shape, dtype=table.dtype) if mesh.rank == 0 else None
-    for source, rank in parts:
-        part_shape = tuple(len(range(*one.indices(size))) for one, size in zip(source, shape, strict=True))
-        part = None
-        if mesh.rank == rank and own is not None:
-            piece, entry = own
-            part = entry.parameter.detach()[piece.target].reshape(part_shape).contiguous()
-            if rank != 0:
-                dist.send(part, 0)
-        elif mesh.rank == 0:
-            part = torch.empty(part_shape, dtype=table.dtype, device=table.device)
-            dist.recv(part, rank)
-        if whole is not None and part is not None:
-            whole[source] = part.cpu()
-    return whole
+    """The tensor on its owner, on the CPU; None elsewhere."""
+    tensor = None
+    if mesh.rank == owner:
+        dtype = next(own[part.weight][part.box].dtype for part in parts if part.rank == owner)
+        tensor = torch.empty(parts[0].place.shape, dtype=dtype)
+    for part in parts:
+        values = own[part.weight][part.box] if mesh.rank == part.rank else None
+        if part.rank != owner and values is not None:
+            dist.send(values.contiguous(), owner)
+        if tensor is None:
+            continue
+        if values is None:
+            values = torch.empty(part.box[1], dtype=tensor.dtype, device=device)
+            dist.recv(values, part.rank)
+        write_part(tensor, part.place, part.box[0], values.cpu())
+    return tensor
 
 
-def in_hf_layout(name: str, whole: Tensor, model: ModelSpec) -> Tensor:
-    """The weight as Hugging Face lays it out.
-
-    Experts are [in, out] here and [out, in] there. DeepSeek's rotary channels come in pairs there (2i, 2i + 1) and as
-    halves here (i, i + D/2).
-    """
-    attention = model.attention
-    if ".experts." in name:
-        return whole.t().contiguous()
-    if not isinstance(attention, MlaAttention):
-        return whole.contiguous()
-    rope = attention.qk_rope_head_dim
-    if name.endswith("attention.query_up.weight"):
-        heads = whole.unflatten(0, (attention.num_heads, attention.qk_head_dim))
-        nope, turned = heads.split([attention.qk_nope_head_dim, rope], 1)
-        return torch.cat([nope, _paired(turned, 1)], 1).flatten(0, 1).contiguous()
-    if name.endswith("attention.key_value_down.weight"):
-        latent, turned = whole.split([attention.kv_lora_rank, rope], 0)
-        return torch.cat([latent, _paired(turned, 0)], 0).contiguous()
-    return whole.contiguous()
-
-
-def _paired(x: Tensor, dim: int) -> Tensor:
-    """Channels i and i + D/2 side by side."""
-    first, second = x.chunk(2, dim)
-    return torch.stack([first, second], dim + 1).flatten(dim, dim + 1)
-
-
-def _biases(plan: Plan, model: Transformer, mesh: Mesh) -> dict[str, Tensor]:
-    """Selection biases of this rank's routers by Hugging Face's name; where there are any, pp is 1 (check_export)."""
-    names = (f"model.layers.{layer}.mlp.gate.e_score_correction_bias" for layer in _moe_layers(plan))
-    biases = (router.bias_E for router in model.routers())
-    return {name: bias.cpu() for name, bias in zip(names, biases, strict=False) if bias is not None}
-
-
-def _moe_layers(plan: Plan) -> list[int]:
-    return [layer for layer, kind in enumerate(plan.model.layer_kinds) if kind == "moe"]
+def write_part(tensor: Tensor, place: Place, offsets: tuple[int, ...], values: Tensor) -> None:
+    """Write the part of our weight that begins at ``offsets`` into the tensor of a checkpoint, as that lays it out."""
+    view = tensor[place.index] if place.index else tensor
+    if place.transposed:
+        view = view.t()
+    box: list[Any] = [slice(first, first + size) for first, size in zip(offsets, values.shape, strict=True)]
+    if place.paired is not None:
+        box[0] = torch.tensor([place.paired.theirs(row) for row in range(box[0].start, box[0].stop)])
+    view[tuple(box)] = values
 
 
 class _Writer:
-    """Files of at most ``max_file_bytes``, named once their number is known."""
+    """One rank's files of at most ``max_file_bytes``, named once the number of all ranks' files is known."""
 
-    def __init__(self, folder: Path, max_file_bytes: int) -> None:
-        self.folder, self.max_file_bytes = folder, max_file_bytes
-        self.files: list[tuple[Path, list[str]]] = []
+    def __init__(self, folder: Path, mesh: Mesh, max_file_bytes: int) -> None:
+        self.folder, self.mesh, self.max_file_bytes = folder, mesh, max_file_bytes
+        self.files: list[tuple[Path, dict[str, int]]] = []
         self.held: dict[str, Tensor] = {}
-        self.held_bytes = self.total_bytes = 0
+        self.held_bytes = 0
 
     def add(self, name: str, tensor: Tensor) -> None:
         if self.held and self.held_bytes + tensor.nbytes > self.max_file_bytes:
             self._flush()
         self.held[name] = tensor
         self.held_bytes += tensor.nbytes
-        self.total_bytes += tensor.nbytes
 
     def _flush(self) -> None:
         from safetensors.torch import save  # noqa: PLC0415 - a run without export need not have it
 
-        path = self.folder / f"model-part-{len(self.files) + 1}.safetensors"
+        if not self.held:
+            return
+        path = self.folder / f".part-{self.mesh.rank}-{len(self.files)}.safetensors"
         write_bytes_atomically(path, save(self.held, {"format": "pt"}))
-        self.files.append((path, list(self.held)))
+        self.files.append((path, {name: tensor.nbytes for name, tensor in self.held.items()}))
         self.held, self.held_bytes = {}, 0
 
     def finish(self, config: dict[str, Any]) -> None:
-        """The last file, final names, the index where there is more than one file, and the config last of all."""
+        """The last file, final names, and from rank 0 the index where there are several files, the config last."""
         self._flush()
-        count = len(self.files)
+        everyone: list[list[tuple[Path, dict[str, int]]]] = [self.files] * self.mesh.world.size
+        if self.mesh.world.size > 1:
+            dist.all_gather_object(everyone, self.files)
+        files = [file for ranks in everyone for file in ranks]
         weight_map: dict[str, str] = {}
-        for number, (path, names) in enumerate(self.files, 1):
-            final = "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
-            path.replace(self.folder / final)
-            weight_map |= dict.fromkeys(names, final)
-        if count > 1:
-            index = {"metadata": {"total_size": self.total_bytes}, "weight_map": weight_map}
-            write_text_atomically(self.folder / "model.safetensors.index.json", json.dumps(index, indent=2) + "\n")
+        for number, (path, sizes) in enumerate(files, 1):
+            final = SINGLE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
+            if path in [own for own, _ in self.files]:
+                path.replace(self.folder / final)
+            weight_map |= dict.fromkeys(sizes, final)
+        if self.mesh.world.size > 1:
+            dist.barrier()
+        if self.mesh.rank != 0:
+            return
+        if len(files) > 1:
+            total_bytes = sum(sum(sizes.values()) for _, sizes in files)
+            index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+            write_text_atomically(self.folder / INDEX, json.dumps(index, indent=2) + "\n")
         write_text_atomically(self.folder / "config.json", json.dumps(config, indent=2) + "\n")

@@ -1,7 +1,6 @@
 """Hugging Face ``config.json`` to ModelSpec, one small function per family.
 
-What a config leaves out gets the default of that family's class in transformers. Rope scaling is left out: it changes
-neither parameters nor cost, and published models pre-train without it.
+What a config leaves out gets the default of that family's class in transformers.
 """
 
 from collections.abc import Callable
@@ -11,11 +10,12 @@ from typing import Any
 from moeplan import hf_families
 from moeplan.errors import InvalidInputError
 from moeplan.files import validate
+from moeplan.hf_rope import rope_fields, rotary_factor
 from moeplan.hf_values import HfValues
 from moeplan.model_spec import ModelSpec
 
-# Gated MLPs only: no importable family has another kind.
-ACTIVATIONS = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "gelu_pytorch_tanh": "geglu"}
+# Gated MLPs only: no importable family has another kind. GELU is the exact one; its approximations are not imported.
+ACTIVATIONS = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu"}
 
 
 def model_from_hf_config(config: Any, where: str) -> ModelSpec:
@@ -40,7 +40,8 @@ def model_from_hf_config(config: Any, where: str) -> ModelSpec:
 def _trunk(values: HfValues, family: str) -> dict[str, Any]:
     """What every family has; families overwrite parts of it."""
     activation = values.text("hidden_act", "silu", allowed=tuple(ACTIVATIONS))
-    theta_default = {"mixtral": 1e6, "gpt_oss": 150_000.0}.get(family, 10_000.0)
+    if family != "glm4_moe" and rotary_factor(values, 1.0) != 1:
+        values.refuse("partial_rotary_factor", "is not 1; of this family only whole heads can be imported")
     return {
         "name": _name(values, family),
         "source": f"Hugging Face config.json, model_type {family}",
@@ -49,8 +50,8 @@ def _trunk(values: HfValues, family: str) -> dict[str, Any]:
         "vocab_size": values.integer("vocab_size"),
         "tied_embeddings": values.flag("tie_word_embeddings", default=False),
         "activation": ACTIVATIONS[activation],
-        "rope_theta": values.inner("rope_parameters").number("rope_theta", values.number("rope_theta", theta_default)),
-        "norm_eps": values.number("rms_norm_eps", 1e-5 if family in ("mixtral", "gpt_oss") else 1e-6),
+        **rope_fields(values, family),
+        "norm_eps": values.number("rms_norm_eps", 1e-5 if family in ("mixtral", "gpt_oss", "glm4_moe") else 1e-6),
     }
 
 
@@ -64,6 +65,7 @@ def _name(values: HfValues, family: str) -> str:
 FAMILIES: dict[str, Callable[[HfValues], dict[str, Any]]] = {
     "deepseek_v2": hf_families.deepseek_v2,
     "deepseek_v3": hf_families.deepseek_v3,  # Moonlight too
+    "glm4_moe": hf_families.glm4_moe,
     "gpt_oss": hf_families.gpt_oss,
     "kimi_k2": hf_families.deepseek_v3,
     "llama": hf_families.llama,

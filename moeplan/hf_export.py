@@ -1,14 +1,14 @@
-"""ModelSpec to Hugging Face: the ``config.json`` of the family that holds the model, and the names of its weights.
+"""ModelSpec to Hugging Face: the ``config.json`` of the family that holds the model.
 
 A family holds a model when :func:`moeplan.hf_config.model_from_hf_config` reads the same model back from the config
 that was written, but for the name and what only training uses (balancing losses, bias update).
 """
 
-import re
 from typing import Any
 
 from moeplan.errors import InvalidInputError
 from moeplan.hf_config import ACTIVATIONS, model_from_hf_config
+from moeplan.hf_rope import rope_config
 from moeplan.model_spec import GqaAttention, MlaAttention, ModelSpec
 
 # Class by family, in the order in which families are tried.
@@ -21,9 +21,11 @@ ARCHITECTURES = {
     "qwen2_moe": "Qwen2MoeForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "deepseek_v2": "DeepseekV2ForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
 }
 _TRAINING_ONLY = {"aux_loss": "none", "aux_loss_coeff": 0.0, "z_loss_coeff": 0.0, "bias_update_rate": 0.0}
-_HF_ACTIVATIONS = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
+_HF_ACTIVATIONS = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())} | {"clamped_swiglu": "silu"}
 
 
 def hf_config_of(model: ModelSpec) -> dict[str, Any]:
@@ -38,7 +40,7 @@ def hf_config_of(model: ModelSpec) -> dict[str, Any]:
             read_back = model_from_hf_config(config, "config.json")
         except InvalidInputError:
             continue
-        differing = _differences(model, read_back)
+        differing = model_differences(model, read_back)
         if not differing:
             return config
         if nearest is None or len(differing) < len(nearest[1]):
@@ -50,7 +52,7 @@ def hf_config_of(model: ModelSpec) -> dict[str, Any]:
     )
 
 
-def _differences(model: ModelSpec, other: ModelSpec) -> list[str]:
+def model_differences(model: ModelSpec, other: ModelSpec) -> list[str]:
     """Key paths that differ, what only names or trains the model left out."""
     ours, theirs = _flat(_comparable(model)), _flat(_comparable(other))
     return [key for key in sorted({*ours, *theirs}) if ours.get(key) != theirs.get(key)]
@@ -60,8 +62,11 @@ def _comparable(model: ModelSpec) -> dict[str, Any]:
     data = model.model_dump(exclude={"name", "source", "mtp_loss_scaling_factor"})
     if data["moe"] is not None:
         data["moe"]["router"] |= _TRAINING_ONLY
-        if data["moe"]["router"]["num_groups"] == 1:
-            data["moe"]["router"]["top_groups"] = 1
+        router = data["moe"]["router"]
+        usual = max(1, data["moe"]["top_k"] // router["top_groups"])
+        router["group_score_experts"] = router["group_score_experts"] or usual
+        if router["num_groups"] == 1:
+            router |= {"top_groups": 1, "group_score_experts": None}
     if "dense" not in model.layer_kinds:
         data["dense_ffn_size"] = 0  # a width that no layer has
     return data
@@ -88,20 +93,31 @@ def _candidate(model: ModelSpec, family: str) -> dict[str, Any]:
         "intermediate_size": model.dense_ffn_size or model.hidden_size,
         "hidden_act": _HF_ACTIVATIONS.get(model.activation, model.activation),
         "rms_norm_eps": model.norm_eps,
-        "rope_theta": model.rope_theta,
+        **rope_config(model),
         "tie_word_embeddings": model.tied_embeddings,
-        "attention_bias": isinstance(attention, GqaAttention) and attention.out_bias,
     }
     if isinstance(attention, GqaAttention):
-        config |= {"head_dim": attention.head_dim, **_window(model, attention, family)}
+        config |= _grouped(model, attention, family)
     else:
         config |= _latent(attention)
     return config | _experts(model, family)
 
 
+def _grouped(model: ModelSpec, attention: GqaAttention, family: str) -> dict[str, Any]:
+    bias = attention.qkv_bias if family == "glm4_moe" else attention.out_bias
+    config = {"head_dim": attention.head_dim, "attention_bias": bias, **_window(model, attention, family)}
+    if family == "qwen2_moe":
+        config["qkv_bias"] = attention.qkv_bias
+    if family == "glm4_moe":
+        rotated = (attention.rotary_dim or attention.head_dim) / attention.head_dim
+        config |= {"partial_rotary_factor": rotated, "use_qk_norm": attention.qk_norm}
+    return config
+
+
 def _window(model: ModelSpec, attention: GqaAttention, family: str) -> dict[str, Any]:
     if attention.sliding_window is None:
-        return {"use_sliding_window": False} if family.startswith("qwen") else {}
+        full = {"layer_types": ["full_attention"] * model.num_layers} if family == "gpt_oss" else {}
+        return {"use_sliding_window": False} if family.startswith("qwen") else full
     windowed = [model.is_windowed(layer) for layer in range(model.num_layers)]
     return {
         "use_sliding_window": True,
@@ -127,6 +143,10 @@ def _experts(model: ModelSpec, family: str) -> dict[str, Any]:
     }
     if family == "mixtral":
         return config | {"num_local_experts": moe.num_experts, "intermediate_size": moe.expert_ffn_size}
+    if family == "gpt_oss":
+        config |= {"num_local_experts": moe.num_experts, "intermediate_size": moe.expert_ffn_size}
+        # Without a kind of its own this family's class would take YaRN.
+        return {"rope_scaling": {"rope_type": "default"}} | config if model.rope_scaling is None else config
     config["moe_intermediate_size"] = moe.expert_ffn_size
     if family.startswith("qwen"):
         return config | {
@@ -135,7 +155,7 @@ def _experts(model: ModelSpec, family: str) -> dict[str, Any]:
             "mlp_only_layers": list(range(model.num_dense_layers)),
             "shared_expert_intermediate_size": moe.shared_ffn_size,
         }
-    method = "noaux_tc" if family == "deepseek_v3" else "greedy"
+    method = "greedy" if family == "deepseek_v2" else "noaux_tc"
     if family == "deepseek_v2" and moe.router.num_groups > 1:
         method = "group_limited_greedy"
     return config | {
@@ -148,65 +168,5 @@ def _experts(model: ModelSpec, family: str) -> dict[str, Any]:
         "topk_method": method,
         "scoring_func": moe.router.score_function,
         "routed_scaling_factor": moe.router.scaling_factor,
-        "num_nextn_predict_layers": 0,
+        "num_nextn_predict_layers": model.num_mtp_layers,
     }
-
-
-_MLP = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
-_MIXTRAL = {"gate": "w1", "up": "w3", "down": "w2"}
-_GQA = {
-    "query": "q_proj",
-    "key": "k_proj",
-    "value": "v_proj",
-    "output": "o_proj",
-    "query_norm": "q_norm",
-    "key_norm": "k_norm",
-}
-_MLA = {
-    "query_down": "q_a_proj",
-    "query_norm": "q_a_layernorm",
-    "query_up": "q_b_proj",
-    "key_value_down": "kv_a_proj_with_mqa",
-    "key_value_norm": "kv_a_layernorm",
-    "key_value_up": "kv_b_proj",
-    "output": "o_proj",
-}
-_TOP = {"embedding.weight": "model.embed_tokens.weight", "final_norm.weight": "model.norm.weight"}
-
-
-def hf_weight_name(name: str, model: ModelSpec, family: str) -> str:
-    """Hugging Face's name of the weight that moeplan calls ``name``. KeyError for one that the family has not."""
-    if name == "head.weight":
-        return "lm_head.weight"
-    if name in _TOP:
-        return _TOP[name]
-    found = re.fullmatch(r"layers\.(\d+)\.(.+)\.(weight|bias)", name)
-    if found is None:
-        raise KeyError(name)
-    layer, part, kind = found.groups()
-    return f"model.layers.{layer}.{_layer_part(part, model, family)}.{kind}"
-
-
-def _layer_part(part: str, model: ModelSpec, family: str) -> str:
-    if part in ("attention_norm", "mlp_norm"):
-        return "input_layernorm" if part == "attention_norm" else "post_attention_layernorm"
-    block, _, rest = part.partition(".")
-    if block == "attention":
-        attention = model.attention
-        if isinstance(attention, GqaAttention):
-            return f"self_attn.{_GQA[rest]}"
-        direct = rest == "query_up" and not attention.q_lora_rank
-        return "self_attn.q_proj" if direct else f"self_attn.{_MLA[rest]}"
-    if block == "mlp":
-        return f"mlp.{_MLP[rest]}"
-    experts = "block_sparse_moe" if family == "mixtral" else "mlp"
-    if block == "router":
-        return f"{experts}.gate"
-    if block == "experts":
-        number, matrix = rest.split(".")
-        return f"{experts}.experts.{number}.{(_MIXTRAL if family == 'mixtral' else _MLP)[matrix]}"
-    if block == "shared_gate":
-        return "mlp.shared_expert_gate"
-    if block == "shared_expert":
-        return f"mlp.{'shared_experts' if family.startswith('deepseek') else 'shared_expert'}.{_MLP[rest]}"
-    raise KeyError(part)

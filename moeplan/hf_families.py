@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from moeplan.errors import InvalidInputError
+from moeplan.hf_rope import rotary_factor
 from moeplan.hf_values import HfValues
 
 
@@ -70,7 +71,7 @@ def _softmax_router(values: HfValues, aux_loss_coeff: float, *, normalize_top_k:
 
 
 def llama(values: HfValues) -> dict[str, Any]:
-    """Llama 2 to 3.3, dense; rope scaling is left out."""
+    """Llama 2 to 3.3, dense."""
     values.require("mlp_bias", default=False)
     bias = values.flag("attention_bias", default=False)
     return {
@@ -119,7 +120,8 @@ def _qwen_experts(values: HfValues) -> dict[str, Any]:
         "moe_layer_period": period,
         "dense_ffn_size": values.integer("intermediate_size") if has_dense else 0,
         "moe": {
-            "num_experts": values.integer("num_experts"),
+            # Releases of transformers from 5 on write the second name.
+            "num_experts": values.integer("num_experts" if "num_experts" in values else "num_local_experts"),
             "top_k": values.integer("num_experts_per_tok"),
             "expert_ffn_size": values.integer("moe_intermediate_size"),
             "router": _softmax_router(values, 1e-3, normalize_top_k=values.flag("norm_topk_prob", default=False)),
@@ -160,11 +162,15 @@ def mixtral(values: HfValues) -> dict[str, Any]:
 def gpt_oss(values: HfValues) -> dict[str, Any]:
     """GPT-OSS: softmax over the chosen logits, which is softmax over all, normalised over the chosen."""
     layers = values.integer("num_hidden_layers")
+    values.require("hidden_act", default="silu")
+    values.require("swiglu_limit", default=7.0)
+    values.require("swiglu_alpha", default=1.702)
     bias = values.flag("attention_bias", default=True)
     window = _window(values, [layer % 2 == 0 for layer in range(layers)])
     attention = _gqa(values, head_dim=values.integer("head_dim"), qkv_bias=bias, out_bias=bias, sinks=True)
     return {
         "attention": attention | window,
+        "activation": "clamped_swiglu",
         "moe": {
             "num_experts": values.integer("num_local_experts"),
             "top_k": values.integer("num_experts_per_tok"),
@@ -179,8 +185,8 @@ def _deepseek(values: HfValues, router: dict[str, Any]) -> dict[str, Any]:
     """Latent attention, leading dense layers, shared experts: DeepSeek-V2, V3 and Kimi K2 alike."""
     values.require("attention_bias", default=False)
     values.require("moe_layer_freq", default=1)
-    expert_ffn_size = values.integer("moe_intermediate_size")
-    return {
+    values.require("rope_interleave", default=True)
+    return _deepseek_experts(values, router) | {
         "attention": {
             "kind": "mla",
             "num_heads": values.integer("num_attention_heads"),
@@ -190,6 +196,13 @@ def _deepseek(values: HfValues, router: dict[str, Any]) -> dict[str, Any]:
                 for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
             },
         },
+    }
+
+
+def _deepseek_experts(values: HfValues, router: dict[str, Any]) -> dict[str, Any]:
+    """Leading dense layers, then routed and shared experts; depths of MTP."""
+    expert_ffn_size = values.integer("moe_intermediate_size")
+    return {
         "dense_ffn_size": values.integer("intermediate_size"),
         "num_dense_layers": values.integer("first_k_dense_replace", minimum=0),
         "num_mtp_layers": values.integer("num_nextn_predict_layers", 0, minimum=0),
@@ -203,35 +216,61 @@ def _deepseek(values: HfValues, router: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _deepseek_router(values: HfValues, *, is_v3: bool) -> dict[str, Any]:
-    """Where the config names no loss: DeepSeek-V2's class has 1e-3, DeepSeek-V3's paper 1e-4, both per sequence."""
-    methods = ("greedy", "group_limited_greedy", "noaux_tc")
-    method = values.text("topk_method", "noaux_tc" if is_v3 else "greedy", allowed=methods)
-    coeff = values.number("aux_loss_alpha", 1e-4 if is_v3 else 1e-3)
+def _groups(values: HfValues, defaults: tuple[int | None, int | None], summed: int) -> dict[str, int]:
+    """Groups of experts, of which the ``summed`` best scores rank each."""
+    groups = {
+        "num_groups": values.integer("n_group", defaults[0]),
+        "top_groups": values.integer("topk_group", defaults[1]),
+    }
+    usual = max(1, values.integer("num_experts_per_tok") // groups["top_groups"])
+    return groups if groups["num_groups"] == 1 or summed == usual else groups | {"group_score_experts": summed}
+
+
+def _sequence_loss(values: HfValues, default: float) -> dict[str, Any]:
+    coeff = values.number("aux_loss_alpha", default)
     loss = "seq_aux_loss" if values.flag("seq_aux", default=True) else "aux_loss"
-    groups = {}
-    if method != "greedy":
-        groups = {
-            "num_groups": values.integer("n_group", 8 if is_v3 else None),
-            "top_groups": values.integer("topk_group", 4 if is_v3 else None),
-        }
-    return groups | {
-        "score_function": values.text(
-            "scoring_func", "sigmoid" if is_v3 else "softmax", allowed=("sigmoid", "softmax")
-        ),
-        "scaling_factor": values.number("routed_scaling_factor", 2.5 if is_v3 else 1.0),
-        "normalize_top_k": values.flag("norm_topk_prob", default=is_v3),
-        "aux_loss": loss if coeff else "none",
-        "aux_loss_coeff": coeff,
-        "expert_bias": method == "noaux_tc",
+    return {"aux_loss": loss if coeff else "none", "aux_loss_coeff": coeff}
+
+
+def _sigmoid_router(values: HfValues, groups: tuple[int, int], scaling_factor: float) -> dict[str, Any]:
+    """Sigmoid scores and a bias; where the config names no loss, it is that of DeepSeek-V3's paper."""
+    values.text("topk_method", "noaux_tc", allowed=("noaux_tc",))
+    return {
+        **_groups(values, groups, 2),
+        "score_function": values.text("scoring_func", "sigmoid", allowed=("sigmoid",)),
+        "scaling_factor": values.number("routed_scaling_factor", scaling_factor),
+        "normalize_top_k": values.flag("norm_topk_prob", default=True),
+        **_sequence_loss(values, 1e-4),
+        "expert_bias": True,
     }
 
 
 def deepseek_v2(values: HfValues) -> dict[str, Any]:
-    """DeepSeek-V2 and V2-Lite: softmax scores, optionally limited to groups."""
-    return _deepseek(values, _deepseek_router(values, is_v3=False))
+    """DeepSeek-V2 and V2-Lite: softmax scores, optionally limited to groups ranked by their best expert."""
+    method = values.text("topk_method", "greedy", allowed=("greedy", "group_limited_greedy"))
+    values.require("norm_topk_prob", default=False)
+    router = {
+        **(_groups(values, (None, None), 1) if method != "greedy" else {}),
+        "score_function": values.text("scoring_func", "softmax", allowed=("softmax",)),
+        "scaling_factor": values.number("routed_scaling_factor", 1.0),
+        "normalize_top_k": False,
+        **_sequence_loss(values, 1e-3),
+    }
+    return _deepseek(values, router)
 
 
 def deepseek_v3(values: HfValues) -> dict[str, Any]:
     """DeepSeek-V3, Moonlight and Kimi K2: sigmoid scores, balanced by a bias."""
-    return _deepseek(values, _deepseek_router(values, is_v3=True))
+    return _deepseek(values, _sigmoid_router(values, (8, 4), 2.5))
+
+
+def glm4_moe(values: HfValues) -> dict[str, Any]:
+    """GLM-4.5: grouped-query attention of which a part of each head is rotated, experts as in DeepSeek-V3."""
+    attention = _gqa(
+        values,
+        qk_norm=values.flag("use_qk_norm", default=False),
+        qkv_bias=values.flag("attention_bias", default=False),
+    )
+    rotated = int(attention["head_dim"] * rotary_factor(values, 0.5))
+    attention["rotary_dim"] = 0 if rotated == attention["head_dim"] else rotated
+    return _deepseek_experts(values, _sigmoid_router(values, (1, 1), 1.0)) | {"attention": attention}

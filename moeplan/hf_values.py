@@ -73,7 +73,7 @@ class HfValues:
             self._wrong(key, value, "an object")
         return HfValues(value, f"{self.where}: {key}")
 
-    def require(self, key: str, *, default: bool | int) -> None:
+    def require(self, key: str, *, default: bool | float | str) -> None:
         """Raises unless ``key`` is absent or has its usual value, the only one that ModelSpec can hold."""
         value = self._get(key, default)
         if value != default:

@@ -175,6 +175,10 @@ def run(  # noqa: PLR0917 - typer: one parameter per option
     eval_every: Annotated[
         int | None, typer.Option("--eval-every", min=1, help="Steps between validations on held-out data.")
     ] = None,
+    init_from: Annotated[str, typer.Option("--init-from", help="Folder of Hugging Face weights to begin with.")] = "",
+    upcycle: Annotated[
+        bool, typer.Option("--upcycle", help="--init-from is dense: its MLPs become the plan's experts.")
+    ] = False,
     export_hf: Annotated[
         str, typer.Option("--export-hf", help="Folder for the trained weights as Hugging Face reads them.")
     ] = "",
@@ -211,6 +215,7 @@ def run(  # noqa: PLR0917 - typer: one parameter per option
     settings = {"steps": steps, "data": data, "data_dtype": data_dtype, "seed": seed, "lr": lr}
     settings |= {"save_folder": save_folder, "save_every": save_every, "save_async": save_async, "resume": resume}
     settings |= {"eval_every": eval_every, "export_hf": export_hf, "log_folder": log_folder}
+    settings |= {"init_from": init_from, "upcycle": upcycle}
     settings |= {"spike_factor": spike_factor, "skip_spikes": skip_spikes, "hang_timeout_s": hang_timeout}
     hosts = (nnodes, rdzv_endpoint, rdzv_id)
     tolerances = {"step_s": max_step_error, "peak_memory_bytes": max_memory_error}

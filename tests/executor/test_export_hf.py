@@ -10,9 +10,10 @@ from torch import Tensor
 
 from moeplan.errors import InvalidInputError
 from moeplan.executor.check import check_export
-from moeplan.executor.export_hf import export_hf, in_hf_layout
+from moeplan.executor.export_hf import export_hf, write_part
 from moeplan.executor.mesh import build_mesh
 from moeplan.executor.model import Transformer
+from moeplan.hf_layout import checkpoint_places
 from moeplan.kernels.rotary import apply_rotary, rotary_tables
 from moeplan.model_spec import GqaAttention, MlaAttention, ModelSpec, Moe, Router
 from moeplan.plan import Plan
@@ -75,8 +76,7 @@ def test_every_folding_exports_the_same_files(model: ModelSpec, pool: GlooPool, 
     export(0, tiny_plan(model, 1, precision="fp32"), str(tmp_path / "one"))
     expected = read(tmp_path / "one")
     assert load_model(str(tmp_path / "one")).attention == model.attention
-    has_bias = model.moe is not None and model.moe.router.expert_bias
-    for number, folding in enumerate(FOLDINGS[:-1] if has_bias else FOLDINGS):
+    for number, folding in enumerate(FOLDINGS):
         folder = tmp_path / str(number)
         pool.run(export, tiny_plan(model, 2, precision="fp32", **folding), str(folder))
         got = read(folder)
@@ -104,7 +104,9 @@ def test_rotary_channels_of_deepseek_are_paired() -> None:
     down, x = torch.randn(rank + rope, 32, generator=generator), torch.randn(1, 3, 32, generator=generator)
     cos, sin = rotary_tables(torch.arange(3), rope, 1e4)
     ours = apply_rotary((x @ down.t())[:, :, None, rank:], cos, sin)
-    exported = in_hf_layout("layers.0.attention.key_value_down.weight", down, DEEPSEEK)
+    place = checkpoint_places(DEEPSEEK, "deepseek_v3")["layers.0.attention.key_value_down.weight"][0]
+    exported = torch.empty(place.shape)
+    write_part(exported, place, (0, 0), down)
     theirs = (x @ exported.t())[:, :, None, rank:].unflatten(-1, (-1, 2))  # pairs, turned as complex numbers
     turned = torch.view_as_complex(theirs) * torch.complex(cos, sin)[None, :, None]
     torch.testing.assert_close(ours, torch.cat([turned.real, turned.imag], -1))
@@ -117,8 +119,6 @@ def test_what_cannot_be_exported_is_refused_before_the_run(tmp_path: Path) -> No
     check_export(tiny_plan(MLA_MODEL.model_copy(update={"activation": "gelu"}), 1), RunConfig())
     with pytest.raises(InvalidInputError, match="no Hugging Face family holds"):
         check_export(tiny_plan(MLA_MODEL.model_copy(update={"activation": "gelu"}), 1), run)
-    with pytest.raises(InvalidInputError, match="pp 2 with expert biases, allowed: pp 1"):
-        check_export(tiny_plan(DEEPSEEK, 2, pp=2), run)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "old").touch()
     with pytest.raises(InvalidInputError, match="exists and is not an empty folder"):

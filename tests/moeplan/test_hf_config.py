@@ -7,7 +7,7 @@ import pytest
 from moeplan.errors import InvalidInputError
 from moeplan.files import read_json
 from moeplan.hf_config import FAMILIES, model_from_hf_config
-from moeplan.model_spec import GqaAttention
+from moeplan.model_spec import GqaAttention, Llama3Scaling, YarnScaling
 from moeplan.presets import PRESET_FOLDER, load_model
 
 DEEPSEEK_V3 = read_json(PRESET_FOLDER / "hf" / "deepseek-v3-config.json")
@@ -79,7 +79,13 @@ LLAMA31 = {
     "model_type": "llama",
     "attention_bias": False,
     "mlp_bias": False,
-    "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192},
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
 }
 # Key by key what the models' own config.json holds, without keys that no architecture depends on.
 PUBLISHED: dict[str, dict[str, Any]] = {
@@ -181,18 +187,37 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", sorted(PUBLISHED))
 def test_a_published_config_gives_its_preset(name: str) -> None:
     imported = model_from_hf_config(PUBLISHED[name], f"{name}/config.json")
-    preset = load_model(name).model_dump(exclude={"source"})
-    assert imported.model_dump(exclude={"source"}) == preset
+    # Presets are as pre-trained; published weights may be of a longer context.
+    preset = load_model(name).model_dump(exclude={"source", "rope_scaling"})
+    assert imported.model_dump(exclude={"source", "rope_scaling"}) == preset
 
 
 def test_every_family_has_a_published_config() -> None:
-    assert {config["model_type"] for config in PUBLISHED.values()} == set(FAMILIES)
+    without_preset = {"glm4_moe"}
+    assert {config["model_type"] for config in PUBLISHED.values()} == set(FAMILIES) - without_preset
 
 
 def test_rope_theta_may_lie_in_rope_parameters() -> None:
     config = {key: value for key, value in GPT_OSS.items() if key not in ("rope_theta", "rope_scaling")}
-    config["rope_parameters"] = {"rope_type": "yarn", "factor": 32.0, "rope_theta": 123456}
-    assert model_from_hf_config(config, "config.json").rope_theta == 123456.0
+    yarn = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}
+    model = model_from_hf_config(config | {"rope_parameters": yarn | {"rope_theta": 123456}}, "config.json")
+    assert model.rope_theta == 123456.0
+    assert model.rope_scaling == YarnScaling(factor=32, original_max_positions=4096)
+
+
+def test_rope_scaling_is_read() -> None:
+    assert model_from_hf_config(LLAMA31, "config.json").rope_scaling == Llama3Scaling(
+        factor=8, original_max_positions=8192
+    )
+    scaling = model_from_hf_config(DEEPSEEK_V3, "config.json").rope_scaling
+    assert scaling == YarnScaling(factor=40, original_max_positions=4096, mscale=1, mscale_all_dim=1)
+    assert scaling.table_factor == 1
+    # DeepSeek-V3's own code: (0.1 ln 40 + 1) squared.
+    assert scaling.softmax_factor == pytest.approx(1.3688879**2)
+    without = {key: value for key, value in GPT_OSS.items() if key != "rope_scaling"}
+    assert model_from_hf_config(without, "config.json").rope_scaling == YarnScaling(
+        factor=32, original_max_positions=4096, truncate=False
+    )
 
 
 @pytest.mark.parametrize(
@@ -259,7 +284,15 @@ def test_a_missing_size_is_one_error_naming_key_and_file(name: str) -> None:
         (DEEPSEEK_V3, {"n_routed_experts": 0}, "n_routed_experts must be at least 1, got 0"),
         (DEEPSEEK_V3, {"routed_scaling_factor": "2.5"}, "routed_scaling_factor must be a number, got '2.5'"),
         (DEEPSEEK_V3, {"norm_topk_prob": 1}, "norm_topk_prob must be true or false, got 1"),
-        (DEEPSEEK_V3, {"scoring_func": "sqrtsoftplus"}, "scoring_func must be one of sigmoid, softmax"),
+        (DEEPSEEK_V3, {"scoring_func": "softmax"}, "scoring_func must be one of sigmoid"),
+        (DEEPSEEK_V3, {"topk_method": "greedy"}, "topk_method must be one of noaux_tc"),
+        (PUBLISHED["deepseek-v2"], {"norm_topk_prob": True}, "norm_topk_prob is True; only False can be imported"),
+        (DEEPSEEK_V3, {"rope_scaling": {"type": "linear", "factor": 4.0}}, "rope_scaling is of type 'linear'"),
+        (GPT_OSS, {"rope_scaling": {"rope_type": "dynamic"}}, "rope_scaling is of type 'dynamic'; default, yarn and"),
+        (GPT_OSS, {"swiglu_limit": 10.0}, "swiglu_limit is 10.0; only 7.0 can be imported"),
+        (GPT_OSS, {"rope_parameters": {"full_attention": {}}}, "rope_parameters differs by kind of layer"),
+        (QWEN3_MOE, {"partial_rotary_factor": 0.5}, "partial_rotary_factor is not 1"),
+        (MIXTRAL, {"hidden_act": "gelu_pytorch_tanh"}, "hidden_act must be one of silu, swish, gelu"),
         (DEEPSEEK_V3, {"hidden_act": 7}, "hidden_act must be a string, got 7"),
         (DEEPSEEK_V3, {"rope_parameters": [1]}, "rope_parameters must be an object, got [1]"),
         (DEEPSEEK_V3, {"moe_layer_freq": 2}, "moe_layer_freq is 2; only 1 can be imported"),

@@ -4,7 +4,8 @@ import pytest
 
 from moeplan.errors import InvalidInputError
 from moeplan.hf_config import model_from_hf_config
-from moeplan.hf_export import ARCHITECTURES, hf_config_of, hf_weight_name
+from moeplan.hf_export import ARCHITECTURES, hf_config_of
+from moeplan.hf_layout import hf_weight_name
 from moeplan.model_spec import GqaAttention, ModelSpec
 from moeplan.presets import load_model
 

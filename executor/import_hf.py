@@ -1,0 +1,69 @@
+"""First weights from a folder of Hugging Face safetensors: each rank reads the parts that it holds, and no more."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moeplan.errors import InvalidInputError
+from moeplan.executor.parameters import Piece
+from moeplan.hf_folder import HfFolder
+from moeplan.hf_layout import Place, checkpoint_places
+
+
+class HfWeights:
+    """Gives the parts of whole weights that pieces ask for, read from the files of ``folder`` (see WeightSource)."""
+
+    def __init__(self, folder: HfFolder) -> None:
+        self._folder = folder
+        self._places = checkpoint_places(folder.model, folder.family)
+        self._files: dict[Path, Any] = {}
+
+    def __call__(self, piece: Piece) -> Tensor:
+        place = self._places[piece.name][0]
+        return read_part(self._slices(place.name), place, piece.source)
+
+    def _slices(self, name: str) -> Any:
+        """What reads slices of the tensor ``name``. Files stay open: they are mapped, not read."""
+        from safetensors import SafetensorError, safe_open  # noqa: PLC0415 - a run without import need not have it
+
+        file = self._folder.tensors[name].file
+        try:
+            if file not in self._files:
+                self._files[file] = safe_open(file, framework="pt")
+            return self._files[file].get_slice(name)
+        except (OSError, SafetensorError) as error:
+            raise InvalidInputError(
+                f"{file}: cannot be read: {error}", "it may be corrupt; download it again"
+            ) from None
+
+
+def read_part(slices: Any, place: Place, source: tuple[slice, ...]) -> Tensor:
+    """The part ``source`` of our weight from the tensor that ``slices`` reads, of which no more is read than needed."""
+    rows = None
+    if place.paired is not None:
+        rows = torch.tensor([place.paired.theirs(row) for row in range(source[0].start, source[0].stop)])
+        source = (slice(int(rows.min()), int(rows.max()) + 1), *source[1:])
+    elif place.transposed:
+        source = source[::-1]
+    part: Tensor = _read(slices, place.index, source)
+    if rows is not None:
+        return part[rows - source[0].start]
+    return part.t() if place.transposed else part
+
+
+def _read(slices: Any, index: tuple[int | slice, ...], source: tuple[slice, ...]) -> Tensor:
+    """``tensor[index][source]``; a step in ``index`` is read whole and thinned out."""
+    ranges, thin, dims = [], [], iter(source)
+    for one in index:
+        if isinstance(one, int):
+            ranges.append(slice(one, one + 1))
+            continue
+        first, step, box = one.start or 0, one.step or 1, next(dims)
+        ranges.append(slice(first + step * box.start, first + step * (box.stop - 1) + 1))
+        thin.append(slice(None, None, step))
+    part: Tensor = slices[(*ranges, *dims)]
+    for _ in range(sum(isinstance(one, int) for one in index)):
+        part = part[0]
+    return part[tuple(thin)] if thin else part

@@ -1,0 +1,222 @@
+"""Weights read from a folder: the parts each rank asks for, at any folding, and what is wrong with a folder."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from moeplan.errors import InvalidInputError
+from moeplan.executor.check import check_init_from
+from moeplan.executor.export_hf import export_hf, write_part
+from moeplan.executor.first_weights import first_weights
+from moeplan.executor.import_hf import HfWeights, read_part
+from moeplan.executor.mesh import build_mesh
+from moeplan.executor.model import Transformer
+from moeplan.hf_export import hf_config_of
+from moeplan.hf_folder import open_folder
+from moeplan.hf_layout import checkpoint_places
+from moeplan.model_spec import GqaAttention, ModelSpec
+from moeplan.plan import Plan
+from moeplan.run_config import RunConfig
+from moeplan.weights import weight_shapes
+from tests.executor.cases import tiny_plan
+from tests.executor.gloo_pool import GlooPool, gloo_pool
+from tests.executor.hf_models import MODELS, model, of_family
+
+DEEPSEEK, GPT_OSS = of_family("deepseek_v3"), of_family("gpt_oss")
+WITH_MTP = DEEPSEEK.model_copy(update={"num_mtp_layers": 1})
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GlooPool]:
+    with gloo_pool(4, tmp_path_factory.mktemp("gloo")) as pool:
+        yield pool
+
+
+def save(spec: ModelSpec, folder: Path, **changes: Any) -> Transformer:
+    """A model with weights of its own, exported."""
+    plan = tiny_plan(spec, 1, **{"precision": "fp32"} | changes)
+    mesh = build_mesh(plan.folding, 0)
+    made = Transformer(plan, mesh, 11, torch.device("cpu"))
+    with torch.no_grad():
+        for number, router in enumerate(made.routers(), 1):
+            if router.bias_E is not None:
+                router.bias_E.copy_(torch.arange(router.bias_E.numel()) * number)
+    export_hf(plan, mesh, made, folder, max_file_bytes=20_000)
+    return made
+
+
+@pytest.mark.parametrize("spec", [*MODELS, WITH_MTP], ids=lambda spec: str(spec.name))
+def test_every_weight_has_a_name_and_a_shape(spec: ModelSpec) -> None:
+    plan = tiny_plan(spec, 1)
+    made = Transformer(plan, build_mesh(plan.folding, 0), 7, torch.device("cpu"))
+    shapes = {piece.name: piece.shape for entry in made.table.entries for piece in entry.pieces}
+    shapes |= {f"{one.name}.expert_bias": tuple(one.bias_E.shape) for one in made.routers() if one.bias_E is not None}
+    assert shapes == weight_shapes(spec)
+
+
+class Slices:
+    """Reads like safetensors, which takes no steps, and counts."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self.num_read = tensor, 0
+
+    def __getitem__(self, ranges: tuple[slice, ...]) -> Tensor:
+        assert all(one.step in (None, 1) for one in ranges)
+        part = self.tensor[ranges]
+        self.num_read += part.numel()
+        return part
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_what_is_written_is_read(data: st.DataObject) -> None:
+    spec = data.draw(st.sampled_from([DEEPSEEK, GPT_OSS, of_family("mixtral")]))
+    name, shape = data.draw(st.sampled_from(sorted(weight_shapes(spec).items())))
+    place = checkpoint_places(spec, spec.name)[name][0]
+    whole, stored = torch.randn(shape), torch.zeros(place.shape)
+    write_part(stored, place, (0,) * len(shape), whole)
+    box = []
+    for size in shape:
+        start = data.draw(st.integers(0, size - 1))
+        box.append(slice(start, data.draw(st.integers(start + 1, size))))
+    slices = Slices(stored)
+    part = whole[tuple(box)]
+    torch.testing.assert_close(read_part(slices, place, tuple(box)), part, rtol=0, atol=0)
+    if place.paired is None:
+        assert slices.num_read <= 2 * part.numel()  # gate and up of GPT-OSS lie column by column
+
+
+Parts = list[tuple[str, tuple[slice, ...], Tensor]]
+
+
+def parts_of(made: Transformer) -> Parts:
+    """This rank's weights by the part of a whole one that they are, selection biases among them."""
+    parts: Parts = []
+    for entry in made.table.entries:
+        for piece in entry.pieces:
+            sizes = [one.stop - one.start for one in piece.source]
+            parts.append((piece.name, piece.source, entry.parameter.detach()[piece.target].reshape(sizes).clone()))
+    biases = {f"{one.name}.expert_bias": one.bias_E for one in made.routers() if one.bias_E is not None}
+    return parts + [(name, (slice(0, len(bias_E)),), bias_E) for name, bias_E in biases.items()]
+
+
+def import_parts(rank: int, plan: Plan, run: RunConfig) -> Parts:
+    """What one rank begins with."""
+    mesh = build_mesh(plan.folding, rank)
+    return parts_of(Transformer(plan, mesh, 7, torch.device("cpu"), first_weights(plan, run)))
+
+
+@pytest.mark.parametrize("spec", [WITH_MTP, GPT_OSS], ids=["deepseek", "gpt-oss"])
+@pytest.mark.parametrize("folding", [{"tp": 2, "ep": 4}, {"pp": 2, "etp": 2}, {"tp": 2, "etp": 2, "ep": 2}], ids=str)
+def test_every_folding_reads_its_parts(
+    spec: ModelSpec, folding: dict[str, int], pool: GlooPool, tmp_path: Path
+) -> None:
+    whole = {name: values for name, _, values in parts_of(save(spec, tmp_path))}
+    plan = tiny_plan(spec, 4, precision="fp32", **folding)
+    seen = set()
+    for parts in pool.run(import_parts, plan, RunConfig(init_from=str(tmp_path))):
+        for name, source, values in parts:
+            torch.testing.assert_close(values, whole[name][source], rtol=0, atol=0, msg=name)
+            seen.add(name)
+    assert seen == whole.keys()
+
+
+def test_mtp_depths_may_be_left_out(tmp_path: Path) -> None:
+    one = save(WITH_MTP, tmp_path)
+    plan = tiny_plan(DEEPSEEK, 1, precision="fp32")
+    check_init_from(plan, RunConfig(init_from=str(tmp_path)))
+    again = Transformer(plan, build_mesh(plan.folding, 0), 7, torch.device("cpu"), HfWeights(open_folder(tmp_path)))
+    assert again.head is not None
+    assert one.head is not None
+    torch.testing.assert_close(again.head, one.head)
+
+
+def _edit(path: Path, change: Callable[[Any], Any]) -> None:
+    path.write_text(json.dumps(change(json.loads(path.read_text()))))
+
+
+def _cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-8])
+
+
+def _first_file(folder: Path) -> Path:
+    return min(folder.glob("*.safetensors"))
+
+
+def _without_tensor(folder: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    file = _first_file(folder)
+    tensors = load_file(file)
+    tensors.popitem()
+    save_file(tensors, file)
+
+
+def _other_shape(folder: Path) -> None:
+    _edit(folder / "config.json", lambda config: config | {"vocab_size": 250})
+
+
+QUANTIZED = {"quant_method": "fp8"}
+BROKEN: list[tuple[Callable[[Path], object], str]] = [
+    (lambda folder: (folder / "config.json").unlink(), "file not found: .*config.json"),
+    (lambda folder: _first_file(folder).unlink(), "model-00001-of-.* is missing, which model.safetensors.index"),
+    (lambda folder: _cut(_first_file(folder)), "is corrupt: .* bytes, where its header says"),
+    (lambda folder: _first_file(folder).write_bytes(b"\xff" * 64), "is not a safetensors file, or is corrupt"),
+    (lambda folder: _first_file(folder).write_bytes(b""), "is not a safetensors file, or is corrupt"),
+    (_without_tensor, "no file holds the tensor"),
+    (_other_shape, "holds another model: vocab_size is 250 there and 256 in the plan"),
+    (
+        lambda folder: _edit(folder / "config.json", lambda one: one | {"quantization_config": QUANTIZED}),
+        r"weights are quantized \(fp8\)",
+    ),
+    (lambda folder: (folder / "model.safetensors.index.json").write_text("{}"), "weight_map is missing or empty"),
+    (lambda folder: (folder / "model.safetensors.index.json").unlink(), "has neither model.safetensors.index.json nor"),
+    (shutil.rmtree, "is not a folder of Hugging Face weights"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("break_it, message", BROKEN, ids=[message[:30] for _, message in BROKEN])
+def test_what_is_wrong_with_a_folder_is_said_before_the_run(
+    break_it: Callable[[Path], object], message: str, tmp_path: Path
+) -> None:
+    folder, run = tmp_path / "weights", RunConfig(init_from=str(tmp_path / "weights"))
+    save(GPT_OSS, folder)
+    plan = tiny_plan(GPT_OSS, 1)
+    check_init_from(plan, run)
+    break_it(folder)
+    with pytest.raises(InvalidInputError, match=message) as caught:
+        check_init_from(plan, run)
+    assert caught.value.hint
+
+
+def test_weights_of_other_shapes_than_their_config(tmp_path: Path) -> None:
+    save(GPT_OSS, tmp_path)
+    other = GPT_OSS.model_copy(update={"vocab_size": 250})
+    _other_shape(tmp_path)
+    with pytest.raises(
+        InvalidInputError, match=r"embed_tokens.weight has shape \[256, 32\], the model has \[250, 32\]"
+    ):
+        check_init_from(tiny_plan(other, 1), RunConfig(init_from=str(tmp_path)))
+    assert hf_config_of(other)["vocab_size"] == 250
+
+
+def test_another_model_names_what_differs(tmp_path: Path) -> None:
+    save(GPT_OSS, tmp_path)
+    attention = GPT_OSS.attention
+    assert isinstance(attention, GqaAttention)
+    other = GPT_OSS.model_copy(
+        update={"attention": attention.model_copy(update={"sliding_window": 6}), "rope_theta": 5.0}
+    )
+    with pytest.raises(InvalidInputError, match=r"attention.sliding_window is 5 there and 6 in the plan \(1 more"):
+        check_init_from(tiny_plan(other, 1), RunConfig(init_from=str(tmp_path)))
+    unscaled = model("gpt_oss", **GPT_OSS.model_dump(exclude={"name", "rope_scaling"}))
+    with pytest.raises(InvalidInputError, match="rope_scaling"):
+        check_init_from(tiny_plan(unscaled, 1), RunConfig(init_from=str(tmp_path)))
