@@ -13,7 +13,7 @@ from moeplan.run_config import RunConfig
 
 # Fields that Megatron executes and the native executor does not.
 _DEFAULT_ONLY = (
-    "cp_comm", "cp_a2a_size", "packed_lengths", "ep_overlap", "delay_wgrad", "shared_expert_overlap", "dispatch_sms",
+    "cp_comm", "cp_a2a_size", "packed_lengths", "ep_overlap", "delay_wgrad", "shared_expert_overlap",
     "cuda_graph", "fused_grouped_mlp", "permute_fusion", "router_fusion", "fp8_primary_weights", "fp8_attention",
     "tp_comm_overlap", "offload_optimizer_states", "optimizer_cpu_frac",
 )  # fmt: skip
@@ -34,8 +34,10 @@ def _plan_limits(plan: Plan) -> Iterator[tuple[str, object, str, str]]:
         yield "precision", plan.precision, "fp64, fp32 and bf16", "use bf16 on a GPU or fp32 on a CPU"
     if plan.precision != "fp64" and plan.moment_dtype != "fp32":
         yield "moment_dtype", plan.moment_dtype, "fp32 Adam moments (fp64 with precision fp64)", "use fp32"
-    if plan.dispatcher != "alltoall":
-        yield "dispatcher", plan.dispatcher, "alltoall", "set dispatcher = 'alltoall'"
+    if plan.model.moe is not None and plan.dispatcher == "flex":
+        yield from _library_limits(plan)
+    if plan.dispatch_sms and (plan.dispatcher, plan.flex_backend == "torch") != ("flex", False):
+        yield "dispatch_sms", plan.dispatch_sms, "0, but for the libraries of flex", "leave dispatch_sms out"
     if plan.sharding == "full":
         yield "sharding", plan.sharding, "none and optimizer", "set sharding = 'optimizer'"
     for key in _DEFAULT_ONLY:
@@ -44,15 +46,23 @@ def _plan_limits(plan: Plan) -> Iterator[tuple[str, object, str, str]]:
             yield key, got, f"{key} {default}", f"leave {key} out: it can be predicted, not run"
 
 
+def _library_limits(plan: Plan) -> Iterator[tuple[str, object, str, str]]:
+    """What flex needs: on collectives nothing, else the package deep_ep, whose kernels take bf16 alone."""
+    if plan.flex_backend == "torch":
+        return
+    if find_spec("deep_ep") is None:
+        allowed = "torch here, where the package deep_ep is not installed"
+        yield "flex_backend", plan.flex_backend, allowed, "set flex_backend = 'torch', or build DeepEP"
+    if plan.precision in {"fp64", "fp32"}:
+        yield "precision", plan.precision, f"flex_backend {plan.flex_backend} in bf16", "set flex_backend = 'torch'"
+
+
 def _model_limits(model: ModelSpec, tp: int) -> Iterator[tuple[str, object, str, str]]:
     attention, moe = model.attention, model.moe
     if isinstance(attention, GqaAttention) and attention.sinks:
         yield "model.attention.sinks", "true", "attention without sinks", "set sinks = false"
     if moe is not None and moe.mlp_bias:
         yield "model.moe.mlp_bias", "true", "experts without biases", "set mlp_bias = false"
-    if moe is not None and moe.router.aux_loss == "global_aux_loss":
-        allowed = "none, aux_loss and seq_aux_loss"
-        yield "model.moe.router.aux_loss", moe.router.aux_loss, allowed, "use aux_loss, over one micro-batch"
     if model.vocab_size % tp:
         yield "model.vocab_size", model.vocab_size, f"multiples of tp {tp}", "pad the vocabulary, or lower tp"
 
@@ -66,6 +76,8 @@ def check_run(run: RunConfig) -> None:
             f"profile_steps {run.profile_steps} = {spent}",
             "raise steps, or lower the other two",
         )
+    if run.replay_routing and run.force_balance:
+        raise InvalidInputError("force_balance: got true with replay_routing, allowed: one of them", "leave one out")
     check_saving(run)
 
 

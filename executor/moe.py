@@ -17,8 +17,10 @@ from moeplan.executor.offload import offloading
 from moeplan.executor.parameters import ParameterTable, residual_std, split_piece, stack_piece
 from moeplan.executor.recompute import checkpointed, dropping_output
 from moeplan.executor.routed import Beside, route_tokens
+from moeplan.executor.routing import RoutingControl
 from moeplan.executor.scopes import scope
 from moeplan.kernels.activation import activation
+from moeplan.kernels.capacity import expert_capacity, within_capacity
 from moeplan.kernels.grouped_gemm import grouped_gemm
 from moeplan.kernels.router import (
     RouterOptions,
@@ -58,22 +60,47 @@ class Router(nn.Module):
         zeros = torch.zeros(moe.num_experts, dtype=at_least_fp32(table.dtype), device=table.device)
         self.bias_E = zeros if spec.expert_bias else None
         self.num_copies_E = zeros.clone()
+        # Copies of the step's micro-batches so far, over all ranks of the stage, for the balancing loss of the batch.
+        self.step_copies_E, self.num_summed = zeros.clone(), 0
+        # Load is counted, recorded and balanced before copies are dropped.
+        self.capacity: int | None = None
+        if plan.routing == "drop":
+            self.capacity = expert_capacity(
+                plan.tokens_per_rank, moe.top_k, moe.num_experts, moe.router.capacity_factor
+            )
+        self.control: RoutingControl | None = None
 
     def forward(self, x_LH: Tensor) -> Routing:
         """Probabilities and indices of the chosen experts."""
         with scope("router"):
             logits_LE = router_logits(x_LH, self.weight)
-            routing = route(logits_LE, self.options, self.bias_E)
+            routing = self._route(logits_LE)
             # Where gradients are off, this is validation, or the first of two runs under recompute.
             if self.bias_E is not None and torch.is_grad_enabled():
                 self.num_copies_E += count_tokens(routing.expert_index_TK, self.moe.num_experts)[0]
             probs_LK = self._with_losses(routing, logits_LE)
-        return Routing(probs_LK, routing.expert_index_TK, routing.share_TE)
+            index_LK = routing.expert_index_TK
+            if self.capacity is not None:
+                policy = self.spec.drop_policy
+                index_LK = within_capacity(index_LK, probs_LK, self.moe.num_experts, self.capacity, policy)
+        return Routing(probs_LK, index_LK, routing.share_TE)
+
+    def _route(self, logits_LE: Tensor) -> Routing:
+        """The routing of a micro-batch, before any copy is dropped."""
+        control = self.control
+        if control is None or not control.is_active:
+            return route(logits_LE, self.options, self.bias_E)
+        micro_batch = control.next_call(self.name)
+        forced_LK = control.forced(self.name, micro_batch, logits_LE, self.options)
+        routing = route(logits_LE, self.options, self.bias_E, forced_LK)
+        control.note(self.name, micro_batch, routing.expert_index_TK)
+        return routing
 
     def _with_losses(self, routing: Routing, logits_LE: Tensor) -> Tensor:
         probs_LK = routing.probs_TK
         if self.spec.aux_loss != "none" and self.spec.aux_loss_coeff > 0:
-            loss = self._balance_loss(routing)
+            is_global = self.spec.aux_loss == "global_aux_loss"
+            loss = self._step_balance_loss(routing) if is_global else self._balance_loss(routing)
             probs_LK = attach_loss(probs_LK, loss, self.loss_scale)
         if self.spec.z_loss_coeff > 0:
             loss = z_loss(logits_LE, self.spec.z_loss_coeff)
@@ -100,9 +127,26 @@ class Router(nn.Module):
         num_copies_SE = all_reduce(num_copies_SE, group)
         return balance_loss(share_SE, num_copies_SE, set_tokens, self.moe.top_k, self.spec.aux_loss_coeff)
 
+    def _step_balance_loss(self, routing: Routing) -> Tensor:
+        """This rank's part of the loss of its micro-batch against the load of the step so far, on all ranks of dp.
+
+        As Megatron-LM has it (its global_aux_loss): the loads of later micro-batches are not known yet, so the figures
+        depend on how many there are.
+        """
+        num_copies_E = all_reduce(count_tokens(routing.expert_index_TK, self.moe.num_experts), self.mesh.stage)[0]
+        if torch.is_grad_enabled():  # see forward
+            self.step_copies_E += num_copies_E
+            self.num_summed += 1
+        mean_E = self.step_copies_E / (max(self.num_summed, 1) * self.mesh.dp.size)
+        share_1E = routing.share_TE.sum(0, keepdim=True)
+        num_tokens = self.seq_len * self.num_sequences
+        return balance_loss(share_1E, mean_E[None], num_tokens, self.moe.top_k, self.spec.aux_loss_coeff)
+
     @torch.no_grad()
-    def update_bias(self) -> None:
+    def end_step(self) -> None:
         """One step of aux-free balancing from the loads of the whole batch. Collective over the stage."""
+        self.step_copies_E.zero_()
+        self.num_summed = 0
         if self.bias_E is not None:
             load_E = all_reduce(self.num_copies_E, self.mesh.stage)
             self.bias_E.copy_(updated_bias(self.bias_E, load_E, self.spec.bias_update_rate))

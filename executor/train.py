@@ -22,6 +22,7 @@ from moeplan.executor.model import Transformer
 from moeplan.executor.optimizer import ChainedOptimizer, learning_rate
 from moeplan.executor.pipeline import Pipeline, embedding_group
 from moeplan.executor.power import PowerSamples
+from moeplan.executor.routing import RoutingControl
 from moeplan.executor.step_log import StepLog
 from moeplan.flops import training_flops_per_token
 from moeplan.plan import Plan
@@ -71,6 +72,9 @@ class Trainer:
         self.plan, self.run, self.mesh, self.tokens, self.device = plan, run, mesh, tokens, device
         self.model = Transformer(plan, mesh, run.seed, device)
         self.pipeline = Pipeline(plan, mesh, self.model)
+        self.routing = RoutingControl(plan, run, mesh)
+        for router in self.model.routers():
+            router.control = self.routing
         group, entries = embedding_group(plan, mesh), self.model.table.entries
         self.optimizer = ChainedOptimizer(
             entries, plan_dtypes(plan), run, mesh, plan.sharding, embedding_group=group, device=device
@@ -90,6 +94,7 @@ class Trainer:
 
     def step(self, number: int) -> StepResult:
         """One step over the global batch. RunFailedError names step and rank where loss or gradient is not finite."""
+        self.routing.begin(number + 1)
         loss_sum = self.pipeline.run(lambda index: self._micro_batch(number, index))[0] / self.plan.tokens_per_step
         # Ranks without the loss bring zero; those of a tp group all have the same one.
         losses, stops = self._gathered(loss_sum * (self.mesh.tp.index == 0), float(self.stop_requested))
@@ -103,7 +108,8 @@ class Trainer:
         else:
             self.optimizer.update(learning_rate(self.run, number), norm)
         for router in self.model.routers():
-            router.update_bias()
+            router.end_step()
+        self.routing.end()
         return StepResult(sum(losses), norm, any(stops), spike)
 
     def _judge_spike(self, norm: float, number: int) -> float:

@@ -49,30 +49,36 @@ def router_logits(x_TH: Tensor, weight_EH: Tensor) -> Tensor:
     return F.linear(x_TH, weight_EH)
 
 
-def route(logits_TE: Tensor, options: RouterOptions, bias_E: Tensor | None = None) -> Routing:
+def route(
+    logits_TE: Tensor, options: RouterOptions, bias_E: Tensor | None = None, expert_index_TK: Tensor | None = None
+) -> Routing:
     """Choose K experts a token by score plus ``bias_E`` and weigh them by score alone.
 
     Weights are divided by their sum over the chosen K (where K > 1 and ``normalize_top_k``), then multiplied by the
     scaling factor; a softmax normalised so equals a softmax over the chosen logits. Gradients flow through
-    ``probs_TK`` and ``share_TE``. One kernel each way on CUDA, where groups allow it.
+    ``probs_TK`` and ``share_TE``. One kernel each way on CUDA, where groups allow it. Experts are taken from
+    ``expert_index_TK`` where given.
     """
-    if logits_TE.is_cuda:
+    if logits_TE.is_cuda and expert_index_TK is None:
         from moeplan.kernels import router_triton  # noqa: PLC0415 - loads a compiler no CPU process needs
 
         if router_triton.is_supported(logits_TE.shape[1], options.num_groups):
             return Routing(*router_triton.route(logits_TE, bias_E, options, _TINY))
-    return route_reference(logits_TE, options, bias_E)
+    return route_reference(logits_TE, options, bias_E, expert_index_TK)
 
 
-def route_reference(logits_TE: Tensor, options: RouterOptions, bias_E: Tensor | None = None) -> Routing:
+def route_reference(
+    logits_TE: Tensor, options: RouterOptions, bias_E: Tensor | None = None, expert_index_TK: Tensor | None = None
+) -> Routing:
     """:func:`route` in plain autograd: any device, dtype and number of groups."""
     if options.score_function == "softmax":
         scores_TE = share_TE = torch.softmax(logits_TE, -1)
     else:
         scores_TE = torch.sigmoid(logits_TE)
         share_TE = scores_TE / (scores_TE.sum(-1, keepdim=True) + _TINY)
-    with torch.no_grad():
-        expert_index_TK = _choose(scores_TE if bias_E is None else scores_TE + bias_E, options)
+    if expert_index_TK is None:
+        with torch.no_grad():
+            expert_index_TK = choose_experts(scores_TE if bias_E is None else scores_TE + bias_E, options)
     probs_TK = scores_TE.gather(1, expert_index_TK)
     if options.normalize_top_k and options.top_k > 1:
         probs_TK = probs_TK / (probs_TK.sum(-1, keepdim=True) + _TINY)
@@ -81,7 +87,7 @@ def route_reference(logits_TE: Tensor, options: RouterOptions, bias_E: Tensor | 
     return Routing(probs_TK, expert_index_TK, share_TE)
 
 
-def _choose(scores_TE: Tensor, options: RouterOptions) -> Tensor:
+def choose_experts(scores_TE: Tensor, options: RouterOptions) -> Tensor:
     """Indices [T, K] of the top K, inside the ``top_groups`` groups whose best scores sum highest.
 
     Summed are ``group_score_experts`` of each group, K/top_groups unless given.

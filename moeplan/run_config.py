@@ -30,6 +30,9 @@ class RunConfig(Record):
     profile_steps: int = Field(default=2, ge=0, description="steps traced at the end for time by op family")
     log_every: PositiveInt = 1
     eval_every: int = Field(default=0, ge=0, description="steps between validations on held-out data; 0: none")
+    force_balance: bool = Field(default=False, description="random experts, level in expectation: for benchmarks")
+    record_routing: str = Field(default="", description="folder for the experts that every token of every step takes")
+    replay_routing: str = Field(default="", description="folder of such a record, to take the same experts again")
     export_hf: str = Field(default="", description="folder for the trained weights as Hugging Face reads them")
     save_folder: str = Field(default="", description="of checkpoints; the last step is always saved there")
     save_every: int = Field(default=0, ge=0, description="steps between checkpoints; 0: only the last")

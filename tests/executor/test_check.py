@@ -21,7 +21,8 @@ def test_what_the_executor_runs_passes(model: ModelSpec) -> None:
     "key,changes",
     [
         ("precision", {"precision": "fp8_current"}),
-        ("dispatcher", {"dispatcher": "flex"}),
+        ("flex_backend", {"dispatcher": "flex"}),
+        ("dispatch_sms", {"dispatcher": "flex", "flex_backend": "torch", "dispatch_sms": 20}),
         ("moment_dtype", {"moment_dtype": "bf16", "precision": "bf16"}),
     ],
 )
@@ -36,10 +37,6 @@ def test_each_limit_of_plans_is_named(key: str, changes: dict[str, Any]) -> None
     [
         ("model.attention.sinks", {"attention": ATTENTION.model_copy(update={"sinks": True})}),
         ("model.moe.mlp_bias", {"moe": MOE.model_copy(update={"mlp_bias": True})}),
-        (
-            "model.moe.router.aux_loss",
-            {"moe": MOE.model_copy(update={"router": MOE.router.model_copy(update={"aux_loss": "global_aux_loss"})})},
-        ),
         ("model.vocab_size", {"vocab_size": 257}),
     ],
 )
