@@ -24,7 +24,7 @@ permute_probs = permute_torch.permute_probs  # a few bytes a row: one gather eac
 
 def permute(x_TH: Tensor, rows: RowMap) -> Tensor:
     """rows_RH; see :func:`moeplan.kernels.permute.permute`."""
-    rows_RH: Tensor = _Permute.apply(x_TH, rows.slot_of_row_R, rows.row_of_slot_TK)
+    rows_RH: Tensor = _Permute.apply(x_TH, rows)
     return rows_RH
 
 
@@ -32,7 +32,7 @@ def unpermute(rows_RH: Tensor, rows: RowMap, probs_TK: Tensor | None = None) -> 
     """y_TH; see :func:`moeplan.kernels.permute.unpermute`. With probabilities this is the torch back end's."""
     if probs_TK is not None:
         return permute_torch.unpermute(rows_RH, rows, probs_TK)
-    y_TH: Tensor = _Unpermute.apply(rows_RH, rows.slot_of_row_R, rows.row_of_slot_TK)
+    y_TH: Tensor = _Unpermute.apply(rows_RH, rows)
     return y_TH
 
 
@@ -52,6 +52,25 @@ def _copy(
         cols = start + tl.arange(0, BLOCK)
         mask = cols < H
         tl.store(y_ptr + row * H + cols, tl.load(x_ptr + token * H + cols, mask & (slot >= 0), 0), mask)
+
+
+@triton.jit
+def _spread(
+    x_ptr,
+    row_ptr,
+    y_ptr,
+    H,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    for start in range(0, H, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        mask = cols < H
+        x = tl.load(x_ptr + token * H + cols, mask, 0)
+        for k in tl.static_range(K):
+            row = tl.load(row_ptr + token * K + k).to(tl.int64)
+            tl.store(y_ptr + row * H + cols, x, mask)
 
 
 @triton.jit
@@ -75,11 +94,14 @@ def _sum(
         tl.store(y_ptr + token * H + cols, total.to(y_ptr.dtype.element_ty), mask)
 
 
-def _copied(x_TH: Tensor, slot_of_row_R: Tensor, top_k: int) -> Tensor:
-    x_TH = x_TH.contiguous()
-    num_rows, width = len(slot_of_row_R), x_TH.shape[1]
+def _copied(x_TH: Tensor, rows: RowMap) -> Tensor:
+    """A copy of each token for each of its rows. Without gaps each token is read once, else once a row."""
+    x_TH, slot_of_row_R = x_TH.contiguous(), rows.slot_of_row_R
+    (num_tokens, top_k), num_rows, width = rows.row_of_slot_TK.shape, len(slot_of_row_R), x_TH.shape[1]
     rows_RH = x_TH.new_empty((num_rows, width))
-    if num_rows:
+    if num_rows and not rows.has_gaps:
+        _spread[num_tokens,](x_TH, rows.row_of_slot_TK, rows_RH, width, top_k, block_of(width))
+    elif num_rows:
         _copy[num_rows,](x_TH, slot_of_row_R, rows_RH, width, top_k, block_of(width))
     return rows_RH
 
@@ -96,26 +118,24 @@ def _summed(rows_RH: Tensor, row_of_slot_TK: Tensor) -> Tensor:
 
 class _Permute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TH: Tensor, slot_of_row_R: Tensor, row_of_slot_TK: Tensor) -> Tensor:
-        ctx.save_for_backward(row_of_slot_TK)
-        return _copied(x_TH, slot_of_row_R, row_of_slot_TK.shape[1])
+    def forward(ctx: Any, x_TH: Tensor, rows: RowMap) -> Tensor:
+        ctx.save_for_backward(rows.row_of_slot_TK)
+        return _copied(x_TH, rows)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_RH: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad_RH: Tensor) -> tuple[Tensor, None]:
         (row_of_slot_TK,) = ctx.saved_tensors
-        return _summed(grad_RH, row_of_slot_TK), None, None
+        return _summed(grad_RH, row_of_slot_TK), None
 
 
 class _Unpermute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows_RH: Tensor, slot_of_row_R: Tensor, row_of_slot_TK: Tensor) -> Tensor:
-        ctx.save_for_backward(slot_of_row_R)
-        ctx.top_k = row_of_slot_TK.shape[1]
-        return _summed(rows_RH, row_of_slot_TK)
+    def forward(ctx: Any, rows_RH: Tensor, rows: RowMap) -> Tensor:
+        ctx.rows = rows  # indices of a map that both directions share: no gradient, no cycle
+        return _summed(rows_RH, rows.row_of_slot_TK)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor, None, None]:
-        (slot_of_row_R,) = ctx.saved_tensors
-        return _copied(grad_TH, slot_of_row_R, ctx.top_k), None, None
+    def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor, None]:
+        return _copied(grad_TH, ctx.rows), None

@@ -11,6 +11,7 @@ from moeplan.kernels import (
     adam_triton,
     cross_entropy_triton,
     grouped_weight_grad_triton,
+    norm_triton,
     permute_triton,
     rotary_triton,
     router_triton,
@@ -37,6 +38,7 @@ DEEPSEEK = {
     "BLOCK_T": 4,
     "BLOCK_E": 256,
 }
+NORM = [{"DTYPE": tl.float32, "ROWS": rows, "BLOCK": block} for rows, block in ((1, 4096), (16, 128))]
 WEIGHT_GRAD = [
     {
         "TILE_H": 128, "TILE_F": 256, "ROWS": 64, "HALVINGS": 2, "IS_FIRST": is_first, "REDUCE": reduce, "GROUP": 8,
@@ -57,6 +59,9 @@ KERNELS = (
         "tensordesc<bf16[64,128]> tensordesc<bf16[64,256]> tensordesc<fp32[1,128,64]> *bf16 *bf16 *i32 i32 i32 i32",
         WEIGHT_GRAD,
     ),
+    (norm_triton._forward, "*bf16 *bf16 *bf16 *fp32 i32 i32 fp32", NORM),
+    (norm_triton._backward, "*bf16 *bf16 *bf16 *fp32 *bf16 *fp32 i32 i32", NORM),
+    (permute_triton._spread, "*bf16 *i32 *bf16 i32", [{"K": 8, "BLOCK": 2048}]),
     (permute_triton._copy, "*bf16 *i32 *bf16 i32 i32", [{"BLOCK": 1024}]),
     (permute_triton._sum, "*bf16 *i32 *bf16 i32", [FP32 | {"K": 8}]),
     (

@@ -25,6 +25,23 @@ def test_output_is_torchs_and_gradients_are_exact(leading: list[int], width: int
     assert torch.autograd.gradcheck(lambda x, w: rms_norm(x, w, 1e-6), (x_H, weight_H))
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="compiled for the GPU: test_on_gpu.py")
+@pytest.mark.parametrize("shape", [(1, 1), (3, 5, 128), (2050, 2), (3, 1000), (0, 16)])
+def test_the_kernel_does_what_the_formula_says(shape: tuple[int, ...]) -> None:
+    from moeplan.kernels import norm_triton
+
+    generator = torch.Generator().manual_seed(len(shape))
+    inputs = [
+        torch.randn(one, generator=generator, dtype=torch.float64, requires_grad=True) for one in (shape, shape[-1])
+    ]
+    got, expected = norm_triton.rms_norm(*inputs, 1e-6), rms_norm_reference(*inputs, 1e-6)
+    torch.testing.assert_close(got, expected)
+    direction = torch.randn(shape, generator=generator, dtype=torch.float64)
+    grads, expected_grads = (torch.autograd.grad(y, (x_H, weight_H), direction) for y in (got, expected))
+    for one, other in zip(grads, expected_grads, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 def test_bf16_is_normed_in_fp32() -> None:
     x_H = torch.randn(64, 256, generator=torch.Generator().manual_seed(0)).bfloat16().requires_grad_()
     weight_H = torch.ones(256, dtype=torch.bfloat16, requires_grad=True)

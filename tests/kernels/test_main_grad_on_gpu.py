@@ -1,0 +1,109 @@
+"""Kernels of main gradients, Adam, routing and sorting on a GPU, compiled, against references."""
+
+import pytest
+import torch
+
+from moeplan.kernels.adam import AdamOptions, AdamState, adam_
+from moeplan.kernels.grouped_weight_grad import BACKENDS, add_grouped_weight_grad_
+from moeplan.kernels.main_grad import MainGrad
+from moeplan.kernels.router import RouterOptions, count_tokens, route, route_reference
+from moeplan.kernels.row_map import row_map
+from moeplan.kernels.weight_grad import add_weight_grad_
+
+pytestmark = pytest.mark.gpu
+FP32_SUM = 1e-5  # sums of exact products in fp32, in another order than the reference's
+BF16_SUM = 4e-3  # the torch back end rounds a sum to bf16 before it is added: half of 2**-8
+
+
+def _normal(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, device="cuda").bfloat16()
+
+
+def _error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((got.double() - expected).norm() / expected.norm().clamp(min=1))
+
+
+def test_a_dense_gradient_is_written_first_and_added_then() -> None:
+    x_TI, grad_TO = _normal(1000, 512), _normal(1000, 768)
+    main = MainGrad(torch.full((768, 512), torch.nan, device="cuda"))
+    once = grad_TO.double().t() @ x_TI.double()
+    for count in (1, 2, 3):
+        add_weight_grad_(main, grad_TO, x_TI)
+        assert _error(main.total, count * once) < FP32_SUM
+
+
+@pytest.mark.parametrize("backend", sorted(BACKENDS))
+@pytest.mark.parametrize(
+    "num_rows", [[100, 0, 300, 65], [0, 0, 512], [64, 64], [1, 2, 3], [0, 0], [0] * 255 + [777], [37] * 512]
+)
+@pytest.mark.parametrize("widths", [(256, 512), (384, 264)])
+def test_expert_gradients(backend: str, num_rows: list[int], widths: tuple[int, int]) -> None:
+    T, E, (H, F) = sum(num_rows), len(num_rows), widths
+    x_TH, grad_TF = _normal(T, H), _normal(T, F)
+    offsets_E = torch.tensor(num_rows, device="cuda").cumsum(0).to(torch.int32)
+    main = MainGrad(torch.full((E, H, F), torch.nan, device="cuda"))
+    parts = zip(x_TH.double().split(num_rows), grad_TF.double().split(num_rows), strict=True)
+    once = torch.stack([x.t() @ grad for x, grad in parts])
+    for count in (1, 2):
+        add_grouped_weight_grad_(main, x_TH, grad_TF, offsets_E, backend=backend)
+        assert _error(main.total, count * once) < (BF16_SUM if backend == "torch" else FP32_SUM)
+
+
+@pytest.mark.parametrize("moment", [torch.float32, torch.bfloat16])
+def test_adam(moment: torch.dtype) -> None:
+    options = AdamOptions(1e-2, 0.9, 0.95, 1e-8, 0.1, 0.5)
+
+    def state(backend: str) -> AdamState:
+        generator = torch.Generator("cuda").manual_seed(0)
+        main, grad, first = torch.randn((3, 100_003), generator=generator, device="cuda")
+        second = torch.rand(100_003, generator=generator, device="cuda").to(moment)
+        one = AdamState(main, grad, first.to(moment), second, torch.full((), 7.0, device="cuda"), main.bfloat16())
+        adam_(one, options, backend=backend)
+        return one
+
+    got, expected = state("triton"), state("reference")
+    torch.testing.assert_close(got.main_N, expected.main_N, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        got.first_N, expected.first_N, rtol=8e-3 if moment == torch.bfloat16 else 1e-5, atol=1e-6
+    )
+    assert got.weight_N is not None
+    assert torch.equal(got.weight_N, got.main_N.bfloat16())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        RouterOptions(8),
+        RouterOptions(1, normalize_top_k=False),
+        RouterOptions(16, "sigmoid", scaling_factor=2.5),
+        RouterOptions(8, "sigmoid", 8, 4),
+    ],
+)
+@pytest.mark.parametrize("E", [64, 256, 512])
+def test_routing(options: RouterOptions, E: int) -> None:
+    logits_TE = torch.randn(1001, E, device="cuda", requires_grad=True)
+    bias_E = torch.rand(E, device="cuda") if options.score_function == "sigmoid" else None
+    got, expected = route(logits_TE, options, bias_E), route_reference(logits_TE, options, bias_E)
+    assert float((got.expert_index_TK.sort(1).values == expected.expert_index_TK.sort(1).values).float().mean()) > 0.999
+    torch.testing.assert_close(got.probs_TK, expected.probs_TK, rtol=1e-4, atol=1e-6)
+    direction_TK, direction_E = torch.randn_like(got.probs_TK), torch.randn(E, device="cuda")
+    grads = [
+        torch.autograd.grad((one.probs_TK * direction_TK).sum() + (one.share_TE.sum(0) * direction_E).sum(), logits_TE)[
+            0
+        ]
+        for one in (got, expected)
+    ]
+    assert _error(grads[0], grads[1].double()) < 1e-3
+    counts_E = count_tokens(got.expert_index_TK, E)[0]
+    assert torch.equal(counts_E, torch.bincount(got.expert_index_TK.flatten(), minlength=E).float())
+
+
+@pytest.mark.parametrize("E", [1, 100, 512])
+def test_rows_are_sorted_as_torch_sorts_them(E: int) -> None:
+    index_TK = torch.randint(E, (5000, 8), device="cuda")
+    rows = row_map(index_TK, E)
+    assert torch.equal(rows.slot_of_row_R, torch.sort(index_TK.flatten(), stable=True).indices.int())
+    assert torch.equal(
+        rows.row_of_slot_TK.flatten()[rows.slot_of_row_R.long()], torch.arange(40_000, device="cuda").int()
+    )
+    assert torch.equal(rows.offsets_E, torch.bincount(index_TK.flatten(), minlength=E).cumsum(0).int())
