@@ -47,6 +47,13 @@ def test_a_missing_data_file_and_a_bad_type(cli: Cli, tiny_plan: Path, tmp_path:
     assert_one_error(outcome.code, outcome.err, "int3", "uint16")
 
 
+def test_first_weights_that_are_not_there(cli: Cli, tiny_plan: Path, tmp_path: Path) -> None:
+    outcome = cli("run", str(tiny_plan), "--init-from", str(tmp_path / "none"))
+    assert_one_error(outcome.code, outcome.err, "none is not a folder of Hugging Face weights")
+    outcome = cli("run", str(tiny_plan), "--upcycle")
+    assert_one_error(outcome.code, outcome.err, "upcycle", "init_from")
+
+
 def test_an_output_folder_that_cannot_be(cli: Cli, tiny_plan: Path, tmp_path: Path) -> None:
     outcome = cli("run", str(tiny_plan), "--out", str(tmp_path / "machine.toml" / "out.json"))
     assert_one_error(outcome.code, outcome.err, "out.json")
