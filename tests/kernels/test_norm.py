@@ -31,10 +31,9 @@ def test_the_kernel_does_what_the_formula_says(shape: tuple[int, ...]) -> None:
     from moeplan.kernels import norm_triton
 
     generator = torch.Generator().manual_seed(len(shape))
-    inputs = [
-        torch.randn(one, generator=generator, dtype=torch.float64, requires_grad=True) for one in (shape, shape[-1])
-    ]
-    got, expected = norm_triton.rms_norm(*inputs, 1e-6), rms_norm_reference(*inputs, 1e-6)
+    x_H = torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True)
+    weight_H = torch.randn(shape[-1], generator=generator, dtype=torch.float64, requires_grad=True)
+    got, expected = norm_triton.rms_norm(x_H, weight_H, 1e-6), rms_norm_reference(x_H, weight_H, 1e-6)
     torch.testing.assert_close(got, expected)
     direction = torch.randn(shape, generator=generator, dtype=torch.float64)
     grads, expected_grads = (torch.autograd.grad(y, (x_H, weight_H), direction) for y in (got, expected))
