@@ -1,0 +1,82 @@
+"""GEMMs of quantized operands, each expert's rows with that expert's weight; a dense matrix is one expert.
+
+Operands are quantized first, in both forms that their GEMMs need: summed over width in forward and input gradients,
+summed over rows in weight gradients. One file a back end; ``reference`` has exactly the numbers of every recipe.
+
+Shapes: R rows sorted by expert, P padded rows, C columns, E experts, A and B sides of a weight, M and N of a gradient.
+"""
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from moeplan.kernels.padded_rows import TILE, PaddedRows
+from moeplan.kernels.recipes import RECIPES, Recipe
+
+# Data as stored, the scales of its blocks or tensor, and where the recipe has one the scale above those.
+Stored = tuple[Tensor, Tensor, Tensor | None]
+
+
+class Pair(NamedTuple):
+    """Rows: data [P, C] to be summed over C, and ``turned`` [C, P] to be summed over P.
+
+    Weights: data [E, A, B] to be summed over B, and ``turned`` [E, B, A] to be summed over A.
+    """
+
+    as_is: Stored
+    turned: Stored
+
+
+class QuantizedGemm(Protocol):
+    """A back end."""
+
+    def amax(self, x: Tensor) -> Tensor:
+        """The largest magnitude in fp32, on the device."""
+        ...
+
+    def quantize_rows(
+        self, x_RC: Tensor, rows: PaddedRows, recipe: Recipe, *, is_gradient: bool, amax: Tensor | None = None
+    ) -> Pair:
+        """Inputs, or gradients of outputs; ``amax`` instead of that of x where one scale covers a tensor."""
+        ...
+
+    def quantize_weights(self, weight_EAB: Tensor, recipe: Recipe) -> Pair:
+        """Weights, with scales of their own for each expert."""
+        ...
+
+    def multiply(self, x: Stored, weight: Stored, rows: PaddedRows, recipe: Recipe) -> Tensor:
+        """y_RA in bf16: rows times the weight [E, A, B] of their expert, summed over B."""
+        ...
+
+    def gradient_(
+        self, total_EMN: Tensor, a: Stored, b: Stored, rows: PaddedRows, recipe: Recipe, *, add: bool
+    ) -> None:
+        """Each expert's a @ b.T over its rows, added to ``total_EMN`` or written over it; a [M, P], b [N, P]."""
+        ...
+
+
+def _reference() -> QuantizedGemm:
+    from moeplan.kernels import quantized_gemm_reference  # noqa: PLC0415 - one back end is loaded, not all
+
+    return quantized_gemm_reference
+
+
+def _triton() -> QuantizedGemm:
+    from moeplan.kernels import quantized_gemm_triton  # noqa: PLC0415 - loads a compiler no CPU process needs
+
+    return quantized_gemm_triton
+
+
+BACKENDS = {"reference": _reference, "triton": _triton}
+
+
+def backend_of(recipe_name: str, weight_EAB: Tensor) -> str:
+    """``triton`` where its kernels hold the recipe: FP8 on Hopper or later, blockwise in whole blocks."""
+    scaling = RECIPES[recipe_name].scaling
+    if not weight_EAB.is_cuda or torch.cuda.get_device_capability(weight_EAB.device)[0] < 9:
+        return "reference"
+    if scaling.block is None:
+        return "triton"
+    whole = all(side % TILE == 0 for side in weight_EAB.shape[1:])
+    return "triton" if scaling.block == TILE and whole else "reference"

@@ -1,0 +1,79 @@
+"""Quantized GEMMs as products of what is stored, read back in fp32: any device and recipe. Copies offsets to the host.
+
+Shapes: R rows sorted by expert, P padded rows, C columns, E experts, A and B sides of a weight, M and N of a gradient.
+"""
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from moeplan.kernels.padded_rows import PaddedRows
+from moeplan.kernels.quantize_reference import Quantized, dequantize, hadamard, quantize
+from moeplan.kernels.quantized_gemm import Pair, Stored
+from moeplan.kernels.recipes import Recipe
+
+
+def amax(x: Tensor) -> Tensor:
+    """The largest magnitude, fp32."""
+    return x.abs().amax().to(torch.float32) if x.numel() else torch.zeros((), device=x.device)
+
+
+def quantize_rows(
+    x_RC: Tensor, rows: PaddedRows, recipe: Recipe, *, is_gradient: bool, amax: Tensor | None = None
+) -> Pair:
+    """See :class:`moeplan.kernels.quantized_gemm.QuantizedGemm`."""
+    element = recipe.grad_element if is_gradient else recipe.element
+    padded_PC = torch.cat([x_RC, x_RC.new_zeros(1, x_RC.shape[1])])[rows.source_P].to(torch.float32)
+    turned_CP = padded_PC.t()
+    if recipe.hadamard:
+        turned_CP = hadamard(turned_CP, recipe.hadamard)
+    stochastic = is_gradient and recipe.stochastic
+    return Pair(
+        *(
+            _stored(quantize(one, element, recipe.scaling, amax=amax, stochastic=stochastic))
+            for one in (padded_PC, turned_CP)
+        )
+    )
+
+
+def quantize_weights(weight_EAB: Tensor, recipe: Recipe) -> Pair:
+    """See :class:`moeplan.kernels.quantized_gemm.QuantizedGemm`."""
+    both = (weight_EAB, weight_EAB.transpose(1, 2))
+    return Pair(*(_stored(quantize(one, recipe.element, recipe.scaling, is_weight=True)) for one in both))
+
+
+def multiply(x: Stored, weight: Stored, rows: PaddedRows, recipe: Recipe) -> Tensor:
+    """See :class:`moeplan.kernels.quantized_gemm.QuantizedGemm`."""
+    x_PB, weight_EAB = _read(x, recipe), _read(weight, recipe)
+    y_RA = x_PB.new_empty((rows.num_rows + 1, weight_EAB.shape[1]))  # padding goes to one more row
+    for weight_AB, (start, end) in zip(weight_EAB, _spans(rows), strict=True):
+        y_RA[rows.source_P[start:end]] = x_PB[start:end] @ weight_AB.t()
+    return y_RA[:-1].to(torch.bfloat16)
+
+
+def gradient_(total_EMN: Tensor, a: Stored, b: Stored, rows: PaddedRows, recipe: Recipe, *, add: bool) -> None:
+    """See :class:`moeplan.kernels.quantized_gemm.QuantizedGemm`."""
+    a_MP, b_NP = _read(a, recipe), _read(b, recipe)
+    for total_MN, (start, end) in zip(total_EMN, _spans(rows), strict=True):
+        product = a_MP[:, start:end] @ b_NP[:, start:end].t()
+        if add:
+            total_MN.add_(product)
+        else:
+            total_MN.copy_(product)
+
+
+def _stored(q: Quantized) -> Stored:
+    return q.data, q.scale, q.tensor_scale
+
+
+def _read(stored: Stored, recipe: Recipe) -> Tensor:
+    data, scale, tensor_scale = stored
+    is_e5m2 = data.dtype == torch.float8_e5m2
+    return dequantize(
+        Quantized(data, scale, tensor_scale, "e5m2" if is_e5m2 else recipe.element, recipe.scaling)
+    )
+
+
+def _spans(rows: PaddedRows) -> list[tuple[int, int]]:
+    return list(pairwise([0, *rows.padded_end_E.tolist()]))
