@@ -223,6 +223,22 @@ def run(  # noqa: PLR0917 - typer: one parameter per option
 
 
 @app.command()
+def export(
+    plan: PlanFile,
+    to: Annotated[str, typer.Option("--to", help="Formats: slurm, megatron-lm; several with commas.")],
+    out: Annotated[Path, typer.Option("--out", help="Folder for the files.")],
+    run_config: Annotated[
+        Path | None, typer.Option("--run-config", help="Settings of the run, as TOML: steps, data, save_folder.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Write a plan as other programs take it: a Slurm job that trains it, or a launch script for Megatron-LM."""
+    from moeplan.cli.export import run_export
+
+    run_export(plan, to, run_config, out, as_json=as_json)
+
+
+@app.command()
 def calibrate(
     processes: Annotated[
         int, typer.Option("--processes", min=1, help="Measure with this many running at once; on CUDA one a GPU.")

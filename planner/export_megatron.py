@@ -1,0 +1,191 @@
+"""A Megatron-LM launch script: the flags of report section 11 that say the same plan to ``pretrain_gpt.py``.
+
+Flags are those of Megatron-LM's main branch of 2026; the script says so, because names move between releases.
+"""
+
+import shlex
+from collections.abc import Iterator, Mapping
+
+from moeplan.errors import InvalidInputError
+from moeplan.plan import Plan
+from moeplan.planner.export_megatron_model import model_flags
+from moeplan.run_config import RunConfig
+from moeplan.vocabulary import PrecisionName
+
+Flag = tuple[str, ...]
+
+# bf16 compute beside each of them; fp32 leaves all of these out.
+_PRECISION_FLAGS: dict[PrecisionName, tuple[Flag, ...]] = {
+    "fp32": (),
+    "bf16": (("bf16",),),
+    "fp8_delayed": (("bf16",), ("fp8-format", "hybrid"), ("fp8-recipe", "delayed")),
+    "fp8_current": (("bf16",), ("fp8-format", "hybrid"), ("fp8-recipe", "tensorwise")),
+    "fp8_blockwise": (("bf16",), ("fp8-format", "e4m3"), ("fp8-recipe", "blockwise")),
+    "mxfp8": (("bf16",), ("fp8-format", "e4m3"), ("fp8-recipe", "mxfp8")),
+    "nvfp4": (("bf16",), ("fp4-format", "e2m1"), ("fp4-recipe", "nvfp4")),
+}
+
+_SCRIPT = """\
+#!/bin/bash
+# Plan {plan_id} for Megatron-LM (flags of its main branch of 2026), from the root of its repository: run this on each
+# of {num_hosts} hosts, with NODE_RANK and MASTER_ADDR set, and your data and tokenizer in place of the mock ones.
+set -euo pipefail
+export CUDA_DEVICE_MAX_CONNECTIONS={connections}
+
+torchrun --nnodes={num_hosts} --nproc-per-node={gpus} --node-rank="${{NODE_RANK:-0}}" \\
+  --master-addr="${{MASTER_ADDR:-localhost}}" --master-port="${{MASTER_PORT:-29500}}" \\
+  pretrain_gpt.py \\
+{flags}
+"""
+
+
+def megatron_files(plan: Plan, run: RunConfig, gpus_per_host: int) -> Mapping[str, str]:
+    """The script. Raises InvalidInputError for what Megatron-LM has no flag for."""
+    flags = [*model_flags(plan.model, plan.seq_len), *_plan_flags(plan), *_run_flags(run)]
+    lines = [f"  {shlex.join([f'--{name}', *values])}" for name, *values in flags]
+    script = _SCRIPT.format(
+        plan_id=plan.plan_id,
+        num_hosts=plan.num_gpus // gpus_per_host,
+        gpus=gpus_per_host,
+        connections=32 if plan.ep_overlap else 1,
+        flags=" \\\n".join(lines),
+    )
+    return {"pretrain.sh": script}
+
+
+def _plan_flags(plan: Plan) -> Iterator[Flag]:
+    yield from _folding_flags(plan)
+    if plan.precision not in _PRECISION_FLAGS:
+        allowed = ", ".join(_PRECISION_FLAGS)
+        raise InvalidInputError(f"precision: got {plan.precision!r}, Megatron-LM has {allowed}", "search again")
+    yield from _PRECISION_FLAGS[plan.precision]
+    if plan.fp8_primary_weights:
+        yield ("fp4-param-gather",) if plan.precision == "nvfp4" else ("fp8-param-gather",)
+    yield from _recompute_flags(plan)
+    yield from _optimizer_flags(plan)
+    if plan.model.moe is not None:
+        yield from _expert_flags(plan)
+    if plan.cuda_graph == ("full_iteration",):
+        yield "cuda-graph-impl", "full_iteration"
+        yield ("te-rng-tracker",)
+    elif plan.cuda_graph:
+        yield "cuda-graph-impl", "transformer_engine"
+        yield "cuda-graph-modules", *plan.cuda_graph
+        yield ("te-rng-tracker",)
+
+
+def _folding_flags(plan: Plan) -> Iterator[Flag]:
+    yield "tensor-model-parallel-size", str(plan.tp)
+    if plan.tp > 1:
+        yield ("sequence-parallel",)
+    yield "pipeline-model-parallel-size", str(plan.pp)
+    if plan.pp > 1:
+        yield "pipeline-model-parallel-layout", plan.layout
+    if plan.vp > 1 and plan.micro_batch_group_size:
+        yield "microbatch-group-size-per-virtual-pipeline-stage", str(plan.micro_batch_group_size)
+    if plan.cp > 1:
+        yield "context-parallel-size", str(plan.cp)
+        yield "cp-comm-type", plan.cp_comm
+        if plan.cp_comm == "a2a+p2p":
+            yield "hierarchical-context-parallel-sizes", str(plan.cp_a2a_size), str(plan.cp // plan.cp_a2a_size)
+    yield "micro-batch-size", str(plan.mbs)
+    yield "global-batch-size", str(plan.global_batch_size)
+    yield "seq-length", str(plan.seq_len)
+    if plan.tp_comm_overlap:
+        yield ("tp-comm-overlap",)
+
+
+def _recompute_flags(plan: Plan) -> Iterator[Flag]:
+    if plan.recompute == ("full",):
+        yield "recompute-granularity", "full"
+        yield "recompute-method", "uniform"
+        yield "recompute-num-layers", "1"
+    elif plan.recompute:
+        yield "recompute-granularity", "selective"
+        yield "recompute-modules", *plan.recompute
+    if plan.offload_modules:
+        yield ("fine-grained-activation-offloading",)
+        yield "offload-modules", *plan.offload_modules
+    if plan.offload_layers:
+        raise InvalidInputError(
+            f"offload_layers: got {plan.offload_layers}, Megatron-LM offloads modules of every layer",
+            "use offload_modules",
+        )
+
+
+def _optimizer_flags(plan: Plan) -> Iterator[Flag]:
+    if plan.sharding == "full":
+        yield ("use-megatron-fsdp",)
+        yield "data-parallel-sharding-strategy", "optim_grads_params"
+    if plan.sharding != "none":
+        yield ("use-distributed-optimizer",)
+        yield from ((name,) for name in ("overlap-grad-reduce", "overlap-param-gather") if _is_on(plan, name))
+    if plan.grad_dtype == "bf16":
+        yield ("grad-reduce-in-bf16",)
+    if plan.moment_dtype == "bf16":
+        yield ("use-precision-aware-optimizer",)
+        yield "exp-avg-dtype", "bf16"
+        yield "exp-avg-sq-dtype", "bf16"
+    if plan.optimizer_cpu_frac:
+        yield ("optimizer-cpu-offload",)
+        yield "optimizer-offload-fraction", f"{plan.optimizer_cpu_frac:g}"
+    if plan.offload_optimizer_states:
+        yield ("offload-optimizer-states",)
+
+
+def _is_on(plan: Plan, flag: str) -> bool:
+    return bool(getattr(plan, flag.replace("-", "_")))
+
+
+def _expert_flags(plan: Plan) -> Iterator[Flag]:
+    yield "expert-model-parallel-size", str(plan.ep)
+    yield "expert-tensor-parallel-size", str(plan.etp)
+    yield "moe-token-dispatcher-type", plan.dispatcher
+    if plan.dispatcher == "flex":
+        if plan.flex_backend == "torch":
+            raise InvalidInputError(
+                "flex_backend: got 'torch', Megatron-LM has deepep and hybridep", "predict the plan with one of them"
+            )
+        yield "moe-flex-dispatcher-backend", plan.flex_backend
+        if plan.dispatch_sms:
+            yield "moe-flex-dispatcher-num-sms", str(plan.dispatch_sms)
+    yield ("moe-grouped-gemm",)
+    if plan.routing == "balanced":
+        yield ("moe-router-force-load-balancing",)
+    elif plan.routing == "drop" and plan.model.moe is not None:
+        router = plan.model.moe.router
+        yield "moe-expert-capacity-factor", f"{router.capacity_factor:g}"
+        yield "moe-token-drop-policy", router.drop_policy
+        if router.pad_to_capacity:
+            yield ("moe-pad-expert-input-to-capacity",)
+    switches = {
+        "moe-permute-fusion": plan.permute_fusion,
+        "moe-router-fusion": plan.router_fusion,
+        "moe-shared-expert-overlap": plan.shared_expert_overlap,
+        "overlap-moe-expert-parallel-comm": plan.ep_overlap,
+        "delay-wgrad-compute": plan.delay_wgrad,
+        "use-transformer-engine-op-fuser": plan.fused_grouped_mlp,
+    }
+    yield from ((name,) for name, is_on in switches.items() if is_on)
+
+
+def _run_flags(run: RunConfig) -> Iterator[Flag]:
+    yield "train-iters", str(run.steps)
+    yield "lr", f"{run.lr:g}"
+    yield "min-lr", f"{run.lr * run.min_lr_frac:g}"
+    yield "lr-warmup-iters", str(run.lr_warmup_steps)
+    yield "lr-decay-style", "cosine"
+    yield "adam-beta1", f"{run.adam_beta1:g}"
+    yield "adam-beta2", f"{run.adam_beta2:g}"
+    yield "adam-eps", f"{run.adam_eps:g}"
+    yield "weight-decay", f"{run.weight_decay:g}"
+    yield "clip-grad", f"{run.clip_grad_norm:g}"
+    yield "seed", str(run.seed)
+    yield ("mock-data",)
+    if run.save_folder:
+        yield "save", run.save_folder
+        yield "load", run.save_folder
+        if run.save_every:
+            yield "save-interval", str(run.save_every)
+        if run.save_async:
+            yield ("async-save",)

@@ -1,0 +1,146 @@
+"""Megatron-LM's flags for an architecture."""
+
+from collections.abc import Iterator
+
+from moeplan.errors import InvalidInputError
+from moeplan.model_spec import GqaAttention, Llama3Scaling, MlaAttention, ModelSpec, Moe, Router, YarnScaling
+
+Flag = tuple[str, ...]
+
+_ACTIVATION_FLAGS: dict[str, tuple[Flag, ...]] = {
+    "swiglu": (("swiglu",),),
+    "squared_relu": (("squared-relu",),),
+    "gelu": (),
+}
+
+
+def model_flags(model: ModelSpec, seq_len: int) -> Iterator[Flag]:
+    """Flags of all that ModelSpec says. Raises InvalidInputError for what Megatron-LM has no flag for."""
+    if model.activation not in _ACTIVATION_FLAGS:
+        raise _unknown("activation", model.activation, ", ".join(_ACTIVATION_FLAGS))
+    if model.moe is not None and model.moe.mlp_bias:
+        raise _unknown("moe.mlp_bias", True, "experts without biases")
+    yield ("use-mcore-models",)
+    yield "transformer-impl", "transformer_engine"
+    yield "num-layers", str(model.num_layers)
+    yield "hidden-size", str(model.hidden_size)
+    yield "ffn-hidden-size", str(model.dense_ffn_size or (model.moe.expert_ffn_size if model.moe else 0))
+    yield from _ACTIVATION_FLAGS[model.activation]
+    yield from _attention_flags(model)
+    yield "position-embedding-type", "rope"
+    yield "max-position-embeddings", str(seq_len)
+    yield "normalization", "RMSNorm"
+    yield "norm-epsilon", f"{model.norm_eps:g}"
+    if not _has_biases(model):
+        yield ("disable-bias-linear",)
+    if not model.tied_embeddings:
+        yield ("untie-embeddings-and-output-weights",)
+    yield "tokenizer-type", "NullTokenizer"
+    yield "vocab-size", str(model.vocab_size - 1)  # that tokenizer adds a token of its own
+    yield "make-vocab-size-divisible-by", "1"
+    if model.num_mtp_layers:
+        yield "mtp-num-layers", str(model.num_mtp_layers)
+        yield "mtp-loss-scaling-factor", f"{model.mtp_loss_scaling_factor:g}"
+    if model.moe is not None:
+        yield from _moe_flags(model, model.moe)
+
+
+def _attention_flags(model: ModelSpec) -> Iterator[Flag]:
+    attention = model.attention
+    yield "num-attention-heads", str(attention.num_heads)
+    if isinstance(attention, GqaAttention):
+        if attention.num_kv_heads != attention.num_heads:
+            yield ("group-query-attention",)
+            yield "num-query-groups", str(attention.num_kv_heads)
+        yield "kv-channels", str(attention.head_dim)
+        yield "rotary-base", f"{model.rope_theta:g}"
+        yield from ((name,) for name, is_on in _switches(attention).items() if is_on)
+        if attention.sliding_window is not None:
+            yield "window-size", f"{attention.sliding_window - 1},0"
+            yield "window-attn-skip-freq", str(attention.sliding_period)
+        if attention.sinks:
+            yield "softmax-type", "learnable"
+        if attention.rotary_dim:
+            yield "rotary-percent", f"{attention.rotary_dim / attention.head_dim:g}"
+    else:
+        yield from _latent_flags(model, attention)
+    yield from _rope_flags(model)
+
+
+def _switches(attention: GqaAttention) -> dict[str, bool]:
+    return {"qk-layernorm": attention.qk_norm, "add-qkv-bias": attention.qkv_bias and not attention.out_bias}
+
+
+def _has_biases(model: ModelSpec) -> bool:
+    """Whether every linear has a bias, as in GPT-3: Megatron-LM knows that, none, and biases of q, k and v alone."""
+    attention = model.attention
+    if not isinstance(attention, GqaAttention) or not attention.out_bias:
+        return False
+    if model.moe is not None or not attention.qkv_bias:
+        raise _unknown("attention.out_bias", True, "with qkv_bias in a dense model")
+    return True
+
+
+def _latent_flags(model: ModelSpec, attention: MlaAttention) -> Iterator[Flag]:
+    yield ("multi-latent-attention",)
+    if attention.q_lora_rank:
+        yield "q-lora-rank", str(attention.q_lora_rank)
+    yield "kv-lora-rank", str(attention.kv_lora_rank)
+    yield "qk-head-dim", str(attention.qk_nope_head_dim)
+    yield "qk-pos-emb-head-dim", str(attention.qk_rope_head_dim)
+    yield "v-head-dim", str(attention.v_head_dim)
+    yield ("qk-layernorm",)
+    yield "rotary-base", f"{model.rope_theta:g}"
+
+
+def _rope_flags(model: ModelSpec) -> Iterator[Flag]:
+    scaling = model.rope_scaling
+    if isinstance(scaling, Llama3Scaling):
+        yield ("use-rope-scaling",)
+        yield "rope-scaling-factor", f"{scaling.factor:g}"
+    elif isinstance(scaling, YarnScaling):
+        if not isinstance(model.attention, MlaAttention):
+            raise _unknown("rope_scaling", "yarn", "yarn with latent attention")
+        yield "rotary-scaling-factor", f"{scaling.factor:g}"
+        yield "mscale", f"{scaling.mscale:g}"
+        yield "mscale-all-dim", f"{scaling.mscale_all_dim:g}"
+    elif isinstance(model.attention, MlaAttention):
+        yield "rotary-scaling-factor", "1"
+
+
+def _moe_flags(model: ModelSpec, moe: Moe) -> Iterator[Flag]:
+    yield "num-experts", str(moe.num_experts)
+    yield "moe-ffn-hidden-size", str(moe.expert_ffn_size)
+    kinds = [int(kind == "moe") for kind in model.layer_kinds]
+    if not all(kinds):
+        yield "moe-layer-freq", "[" + ",".join(map(str, kinds)) + "]"
+    if moe.shared_ffn_size:
+        yield "moe-shared-expert-intermediate-size", str(moe.shared_ffn_size)
+    if moe.shared_gate:
+        yield ("moe-shared-expert-gate",)
+    yield "moe-router-topk", str(moe.top_k)
+    yield from _router_flags(moe.router)
+
+
+def _router_flags(router: Router) -> Iterator[Flag]:
+    yield "moe-router-score-function", router.score_function
+    yield "moe-router-dtype", "fp32"
+    if router.num_groups > 1:
+        yield "moe-router-num-groups", str(router.num_groups)
+        yield "moe-router-group-topk", str(router.top_groups)
+    if router.scaling_factor != 1:
+        yield "moe-router-topk-scaling-factor", f"{router.scaling_factor:g}"
+    if router.score_function == "softmax" and not router.normalize_top_k:
+        yield ("moe-router-pre-softmax",)
+    yield "moe-router-load-balancing-type", router.aux_loss
+    if router.aux_loss != "none":
+        yield "moe-aux-loss-coeff", f"{router.aux_loss_coeff:g}"
+    if router.z_loss_coeff:
+        yield "moe-z-loss-coeff", f"{router.z_loss_coeff:g}"
+    if router.expert_bias:
+        yield ("moe-router-enable-expert-bias",)
+        yield "moe-router-bias-update-rate", f"{router.bias_update_rate:g}"
+
+
+def _unknown(key: str, got: object, allowed: str) -> InvalidInputError:
+    return InvalidInputError(f"model.{key}: got {got!r}, Megatron-LM's flags say: {allowed}", "train it with moeplan")
