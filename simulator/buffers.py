@@ -3,7 +3,7 @@
 Rules, within 2 % of the peaks allocated that SimuMax published for B200 (tests/simulator/test_memory.py):
 - weight gradients, in the compute type beside the main gradients. Fused accumulation keeps a placeholder of each weight
   shape allocated (``expert_weight_gradients = "one"``); plain autograd makes one matrix's at a time (``"local"``: the
-  experts of a rank are one matrix);
+  experts of a rank are one matrix); GEMMs that add to the main gradients leave none (``"none"``);
 - dispatcher: rows to send and rows received of one layer, top_k rows a token each;
 - working set: input and output gradients of the operation with the largest ones;
 - recompute: what one layer makes again before its backward;
@@ -52,7 +52,8 @@ def buffer_bytes(
     remade = max((kept_bytes(model, kind, point, stack).remade_bytes for kind in kinds), default=0.0)
     gathered = _gathered_bytes(model, point, stack, kinds)
     at_loss = loss_bytes
-    if stack.full_sharding != "megatron-fsdp" and gathered:  # gradients are among what is gathered
+    among_gathered = stack.full_sharding != "megatron-fsdp" and gathered
+    if among_gathered or stack.expert_weight_gradients == "none":
         head = 0.0
     elif stack.expert_weight_gradients == "local":
         at_loss += head

@@ -46,12 +46,13 @@ def host_seconds(
     if profile.device == "cpu":
         return issued_s, issued_s
     device_s = max((run.end_s for run in runs), default=0.0)
+    gaps_s = 0.0 if stack.kernel_gap_s is None else num_kernels * stack.launches_per_op.value * stack.kernel_gap_s.value
     stop = next((at for at, run in enumerate(runs) if run.op.stops_host), None)
     if stop is None:
-        return issued_s, max(0.0, issued_s - device_s)
+        return issued_s, max(gaps_s, issued_s - device_s)
     period = [*runs[stop + 1 :], *runs[: stop + 1]]
     waiting_s = in_order_s(period, waits, graphed, launch_s, stopped_s) - in_order_s(period, waits, graphed, 0.0, 0.0)
-    return issued_s, max(0.0, waiting_s)
+    return issued_s, max(gaps_s, waiting_s)
 
 
 def in_order_s(

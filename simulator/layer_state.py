@@ -55,7 +55,7 @@ def layer_parts(model: ModelSpec, kind: ActivationKind, point: Point, stack: Sof
 
 
 def offloaded_bytes(model: ModelSpec, kind: ActivationKind, point: Point, stack: SoftwareStack) -> float:
-    """Bytes of one layer that wait on the host; those of one layer at a time are back on the device."""
+    """Bytes of one layer that wait on the host; those of few layers at a time are on the device."""
     return kept_bytes(model, kind, point, stack).offloaded_bytes if point.offload_modules else 0.0
 
 
@@ -71,10 +71,14 @@ def layer_counts(chunk: Chunk) -> Iterator[tuple[ActivationKind, int]]:
         yield "loss", 1
 
 
+def _num_layers(chunks: tuple[Chunk, ...]) -> int:
+    return sum(chunk.num_dense + chunk.num_moe + chunk.num_mtp for chunk in chunks)
+
+
 @lru_cache(maxsize=4096)
 def on_device_frac(chunks: tuple[Chunk, ...], offload_layers: int) -> float:
     """Part of a rank's layers that keep theirs when ``offload_layers`` send it to the host: one keeps it at least."""
-    num_layers = sum(chunk.num_dense + chunk.num_moe + chunk.num_mtp for chunk in chunks)
+    num_layers = _num_layers(chunks)
     return 1 - min(offload_layers, max(num_layers - 1, 0)) / num_layers if num_layers else 1.0
 
 
@@ -93,7 +97,12 @@ def passing_bytes(model: ModelSpec, point: Point, stack: SoftwareStack, chunks: 
     The latter under EP overlap without a pipeline (report section 2.5); a pipeline holds a whole chunk more.
     """
     kinds = {kind for chunk in chunks for kind, _ in layer_counts(chunk) if kind != "loss"}
-    back = max((offloaded_bytes(model, kind, point, stack) for kind in kinds), default=0.0)
+    num_layers = _num_layers(chunks)
+    resident = min(stack.offload_resident_layers, num_layers)
+    back = resident * max((offloaded_bytes(model, kind, point, stack) for kind in kinds), default=0.0)
+    staying = num_layers - min(point.offload_layers, max(num_layers - 1, 0))
+    if resident > staying:
+        back += (resident - staying) * max((layer_bytes(model, kind, point, stack) for kind in kinds), default=0.0)
     if point.ep_overlap and point.pp == 1 and point.num_micro_batches > 1:
         back += max((layer_bytes(model, kind, point, stack) for kind in kinds), default=0.0)
     return back

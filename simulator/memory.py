@@ -203,7 +203,8 @@ def _logit_bytes(model: ModelSpec, point: Point, stack: SoftwareStack, chunks: t
     """Logits of one micro-batch, of the main head and of every MTP depth, on the rank that computes the loss."""
     if not any(chunk.has_loss for chunk in chunks):
         return 0.0
-    wider = max(1.0, PRECISIONS[point.precision].activation_bytes / _LOGIT_DTYPE_BYTES)
+    presumed = _LOGIT_DTYPE_BYTES if stack.logit_dtype == "fp32" else PRECISIONS["bf16"].activation_bytes
+    wider = max(1.0, PRECISIONS[point.precision].activation_bytes / presumed)
     num_logits = point.tokens_per_rank * model.vocab_size * (1 + model.num_mtp_layers)
     return num_logits * stack.logit_bytes.value * wider
 

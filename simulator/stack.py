@@ -78,7 +78,10 @@ class SoftwareStack(Record):
     fused_attention: bool = Field(description="False: the score matrix is kept")
     fused_cross_entropy: bool
     logit_bytes: Sourced = Field(description="bytes held per logit while the loss of a micro-batch is computed")
-    expert_weight_gradients: Literal["one", "local"] = Field(
+    logit_dtype: Literal["fp32", "activation"] = Field(
+        default="fp32", description="type of the logits: activation scales logit_bytes, those of BF16, with the recipe"
+    )
+    expert_weight_gradients: Literal["none", "one", "local"] = Field(
         description="experts whose weight gradients exist in the compute type at once, beside the main gradients"
     )
     allocator_reserve_frac: Sourced = Field(description="reserved over allocated device memory, minus 1")
@@ -96,7 +99,20 @@ class SoftwareStack(Record):
         default=None, description="hidden states a partly graphed layer holds for each micro-batch in flight"
     )
 
+    offload_resident_layers: PositiveInt = Field(
+        default=1, description="layers whose offloaded tensors are on the device at once: leaving, used or coming back"
+    )
+
     time: StackTime = Field(description="launches, fusions, graphs and overlap: what it adds to kernel times")
+    on_cpu: dict[str, Any] = Field(default={}, description="fields that differ on a CPU, as in this file")
+
+    def on(self, device: Literal["cuda", "cpu"]) -> "SoftwareStack":
+        """The stack as it runs on that kind of device. InvalidInputError where ``on_cpu`` has wrong fields."""
+        if device == "cuda" or not self.on_cpu:
+            return self
+        table = self.model_dump(exclude={"on_cpu"}) | self.on_cpu
+        table["time"] = self.time.model_dump() | self.on_cpu.get("time", {})
+        return validate(SoftwareStack, table, f"stack {self.name}: on_cpu")
 
     def without_grouped_gemm(self) -> "SoftwareStack":
         """The same stack with a GEMM, and an activation, for each local expert: at the rate of that expert's rows."""

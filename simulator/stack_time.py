@@ -40,4 +40,10 @@ class StackTime(Record):
     loss_bytes_per_logit: Sourced = Field(
         description="bytes moved per logit by the cross entropy, forward and backward"
     )
+    kernel_gap_s: Sourced | None = Field(
+        default=None, description="a GPU's pause between a kernel and the next one, where no graph holds them"
+    )
+    step_host_s: Sourced | None = Field(
+        default=None, description="a GPU's wait for the host once a step: data, the figures it reads back, the update"
+    )
     optimizer_efficiency_frac: Sourced = Field(description="of device memory bandwidth, reached by the Adam step")

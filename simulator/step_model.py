@@ -211,6 +211,11 @@ class StepModel:
         total[DP_COMM] = float(np.mean([end.reduce_s + end.gather_s for end in ends]))
         exposed[DP_COMM] = max(0.0, ended - float(pipeline_s)) + float(gather.max())
         total[OPTIMIZER] = exposed[OPTIMIZER] = float(optimizer.mean())
+        once = self.stack.time.step_host_s
+        if once is not None and self.profile.device == "cuda":
+            step_s += once.value
+            total[HOST] += once.value
+            exposed[HOST] += once.value
         total[PP_COMM] = sends
         exposed[PP_COMM] = float(pipeline_s - times.step_s[row_without])
         total[BUBBLE] = exposed[BUBBLE] = step_s - float(exposed.sum())

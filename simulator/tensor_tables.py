@@ -234,8 +234,8 @@ _LOSS = (
     Row("head input", "head", lambda z: z.hidden, kept_by_full=True),
 )
 
-# The executor, counted by hooks on what its autograd saves (tests/executor/test_saved_bytes.py). Against Megatron's: under
-# a QK norm one storage holds query, key and value as projected (views of it keep the whole), the latent down
+# The executor, counted by hooks on what its autograd saves (tests/executor/test_saved_bytes.py). Against Megatron's:
+# under a QK norm one storage holds query, key and value as projected (views of it keep the whole), the latent down
 # projection's holds the rotary part of the key as well, and the permutation is two indices and not a map of experts.
 _NATIVE_ATTENTION = (
     _INPUT,

@@ -18,9 +18,10 @@ def load_plan(path: Path) -> Plan:
 
 def load_stack_for(profile: HardwareProfile, name: str) -> SoftwareStack:
     """The named stack, or by default the one that people run on that kind of device."""
-    return load_stack(name or DEFAULT_STACKS[profile.device])
+    return load_stack(name or DEFAULT_STACKS[profile.device]).on(profile.device)
 
 
 def load_machine(plan: Plan, hardware: str) -> tuple[HardwareProfile, SoftwareStack]:
     """Profile (``hardware`` if given, else the plan's) and stack of a plan."""
-    return load_profile(hardware or plan.hardware), load_stack(plan.stack)
+    profile = load_profile(hardware or plan.hardware)
+    return profile, load_stack(plan.stack).on(profile.device)

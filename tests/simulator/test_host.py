@@ -23,6 +23,17 @@ def runs(*sizes: tuple[str, float, float]) -> list[OpRun]:
     return made
 
 
+def test_a_gpu_pauses_between_kernels() -> None:
+    made = runs(("a", 9, 2), ("b", 9, 4))
+    waits = predecessors([run.op for run in made])
+    gap = STACK.launches_per_op.model_copy(update={"value": 1e-6})
+    stack = STACK.model_copy(update={"kernel_gap_s": gap})
+    paused_s = host_seconds(made, waits, PROFILE, stack, [])[1]
+    assert paused_s == pytest.approx(6 * 1e-6 * STACK.launches_per_op.value)
+    assert host_seconds(made, waits, PROFILE, stack, ["moe"])[1] == 0
+    assert waiting_s(made) == 0
+
+
 def waiting_s(made: list[OpRun], *graphs: str) -> float:
     waits = predecessors([run.op for run in made])
     return host_seconds(made, waits, PROFILE, STACK, graphs)[1]  # type: ignore[arg-type]

@@ -73,6 +73,21 @@ def test_offloaded_layers_leave_one_at_least() -> None:
     assert activations(plan) - activations(qwen_plan(offload_layers=100)) == pytest.approx(47 * layer)
 
 
+def test_a_stack_may_hold_two_layers_of_what_it_offloads() -> None:
+    """The executor: one layer's copies are under way while the next one runs."""
+    native = load_stack("native")
+
+    def held(**fields: Any) -> float:
+        plan = qwen_plan(**fields)
+        return max(memory_by_rank(plan.model, plan.point, native, GB300)["activations"])
+
+    plan, rows = qwen_plan(), 4096 * 8 * 2048 * 2
+    layer = layer_bytes(plan.model, "moe", plan.point, native)
+    assert held() - held(offload_modules=["expert_fc1"]) == 46 * rows
+    assert held() - held(offload_layers=46) == pytest.approx(46 * layer)
+    assert held() - held(offload_layers=47) == pytest.approx(46 * layer)
+
+
 def test_overlap_holds_a_layer_more_without_pipeline_and_a_chunk_more_with_one(report_plan: Plan) -> None:
     plan = qwen_plan()
     layer = layer_bytes(plan.model, "moe", plan.point, MEGATRON)

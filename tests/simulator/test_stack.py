@@ -95,6 +95,19 @@ def test_defaults_depend_on_machine_and_model() -> None:
     assert newer.features_of(load_model("gpt-oss-120b"), rack, "bf16", "hybridep").permute_fusion is False
 
 
+def test_a_stack_may_differ_on_a_cpu() -> None:
+    native = load_stack("native")
+    there = native.on("cpu")
+    assert native.on("cuda") is native
+    assert there.on("cpu") is there
+    assert (native.time.fused_grad_accumulation, there.time.fused_grad_accumulation) == (True, False)
+    assert there.time.loss_bytes_per_logit.value > native.time.loss_bytes_per_logit.value
+    assert there.time.gemm_frac == native.time.gemm_frac
+    bare = native.model_copy(update={"on_cpu": {"time": {"gemm_frac": 2}}})
+    with pytest.raises(InvalidInputError, match=r"stack native: on_cpu: time\.gemm_frac"):
+        bare.on("cpu")
+
+
 def test_without_grouped_gemm_is_one_kernel_an_expert() -> None:
     plan = Plan(model=load_model("qwen3-30b-a3b"), hardware="h100", num_gpus=8, ep=8, seq_len=4096, global_batch_size=8)
     stack = load_stack("native")
