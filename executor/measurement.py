@@ -12,6 +12,7 @@ from moeplan.executor.measure import context_bytes, spread_frac
 from moeplan.executor.mesh import Mesh
 from moeplan.executor.train import Trainer, TrainingRecord
 from moeplan.flops import training_flops_per_token
+from moeplan.kernels.back_end_choice import choices
 from moeplan.plan import Plan
 from moeplan.results import FamilyTime, Figures
 from moeplan.run_config import RunConfig
@@ -148,7 +149,8 @@ def _device_provenance(record: TrainingRecord, device: torch.device) -> dict[str
         "context": format_bytes(context_bytes(device)),
     }
     kernels = {f"kernel_{family}": name[:_MAX_KERNEL_NAME] for family, name in record.kernels.items()}
-    return {**versions, "grouped_gemm_backend": "torch", **kernels, **memory, **record.power.provenance()}
+    chosen = {f"back_end_{operation}": backend for operation, backend in choices().items()}
+    return {**versions, **chosen, **kernels, **memory, **record.power.provenance()}
 
 
 def _driver_version() -> str:

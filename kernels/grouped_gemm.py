@@ -7,7 +7,10 @@ from typing import Protocol
 
 from torch import Tensor
 
-from moeplan.kernels import grouped_gemm_reference, grouped_gemm_torch
+from moeplan.kernels import grouped_gemm_by_expert, grouped_gemm_reference, grouped_gemm_torch
+from moeplan.kernels.back_end_choice import chosen
+
+OPERATION = "grouped_gemm"
 
 
 class GroupedGemm(Protocol):
@@ -19,14 +22,15 @@ class GroupedGemm(Protocol):
 BACKENDS: dict[str, GroupedGemm] = {
     "reference": grouped_gemm_reference.grouped_gemm,
     "torch": grouped_gemm_torch.grouped_gemm,
+    "by_expert": grouped_gemm_by_expert.grouped_gemm,
 }
 
 
-def grouped_gemm(x_TH: Tensor, weight_EHF: Tensor, offsets_E: Tensor, *, backend: str = "torch") -> Tensor:
+def grouped_gemm(x_TH: Tensor, weight_EHF: Tensor, offsets_E: Tensor, *, backend: str | None = None) -> Tensor:
     """y_TF with y[t] = x[t] @ weight[e] for the rows t of expert e, with gradients for x and weight.
 
     ``offsets_E`` (int32, on the device of x) holds where the rows of each expert end: those of expert e run from
     ``offsets[e - 1]`` to ``offsets[e]``, an empty expert repeats its predecessor, and the last offset must be T. x and
-    weight share a dtype. KeyError for an unknown back end.
+    weight share a dtype. Without ``backend``: the one chosen for this shape, else torch's. KeyError for an unknown one.
     """
-    return BACKENDS[backend](x_TH, weight_EHF, offsets_E)
+    return BACKENDS[backend or chosen(OPERATION, tuple(weight_EHF.shape)) or "torch"](x_TH, weight_EHF, offsets_E)

@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 
 from moeplan.kernels import grouped_weight_grad_torch
+from moeplan.kernels.back_end_choice import chosen
 from moeplan.kernels.main_grad import MainGrad
+
+OPERATION = "grouped_weight_grad"
 
 
 class GroupedWeightGrad(Protocol):
@@ -25,7 +28,7 @@ def _triton(main: MainGrad, x_TH: Tensor, grad_TF: Tensor, offsets_E: Tensor) ->
 
 
 BACKENDS: dict[str, GroupedWeightGrad] = {
-    "reference": grouped_weight_grad_torch.add_by_expert_,
+    "by_expert": grouped_weight_grad_torch.add_by_expert_,
     "torch": grouped_weight_grad_torch.add_,
     "triton": _triton,
 }
@@ -37,14 +40,19 @@ def add_grouped_weight_grad_(
     """``main`` [E, H, F] plus x[rows of e].t() @ grad[rows of e] for each expert e.
 
     ``offsets_E`` is as :func:`moeplan.kernels.grouped_gemm.grouped_gemm` takes it; an expert without rows gets zeros
-    from the first gradient of a step.
+    from the first gradient of a step. Without ``backend``: the one chosen for this shape, else the default.
     """
-    BACKENDS[backend or _default(main.total, x_TH)](main, x_TH, grad_TF, offsets_E)
+    name = backend or chosen(OPERATION, tuple(main.total.shape)) or _default(main.total, x_TH)
+    BACKENDS[name](main, x_TH, grad_TF, offsets_E)
 
 
 def _default(total_EHF: Tensor, x_TH: Tensor) -> str:
-    """``triton`` where the kernel's bulk copies work: Hopper or later, bf16 into fp32, H of whole tiles of 128."""
-    takes_it = (
+    return "triton" if triton_takes(total_EHF, x_TH) else "torch"
+
+
+def triton_takes(total_EHF: Tensor, x_TH: Tensor) -> bool:
+    """Whether the kernel's bulk copies work: Hopper or later, bf16 into fp32, H of whole tiles of 128."""
+    return (
         x_TH.is_cuda
         and x_TH.dtype == torch.bfloat16
         and total_EHF.dtype == torch.float32
@@ -52,4 +60,3 @@ def _default(total_EHF: Tensor, x_TH: Tensor) -> str:
         and total_EHF.shape[2] % 8 == 0
         and torch.cuda.get_device_capability(x_TH.device)[0] >= 9
     )
-    return "triton" if takes_it else "torch"

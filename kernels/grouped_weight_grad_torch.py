@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moeplan.kernels.grouped_mm_limits import is_supported
+from moeplan.kernels.host_offsets import host_offsets
 from moeplan.kernels.main_grad import MainGrad
 from moeplan.kernels.weight_grad import add_weight_grad_
 
@@ -23,9 +24,9 @@ def add_(main: MainGrad, x_TH: Tensor, grad_TF: Tensor, offsets_E: Tensor) -> No
 
 
 def add_by_expert_(main: MainGrad, x_TH: Tensor, grad_TF: Tensor, offsets_E: Tensor) -> None:
-    """One GEMM an expert. Copies the offsets to the host."""
+    """One GEMM an expert: cuBLAS on CUDA, any dtype elsewhere. Copies the offsets to the host."""
     start = 0
-    for total_HF, end in zip(main.total.unbind(), offsets_E.tolist(), strict=True):
+    for total_HF, end in zip(main.total.unbind(), host_offsets(offsets_E), strict=True):
         part = MainGrad(total_HF, main.is_clear)
         if end > start:
             add_weight_grad_(part, x_TH[start:end], grad_TF[start:end])

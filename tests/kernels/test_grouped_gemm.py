@@ -79,6 +79,10 @@ class TestReferenceDouble(Contract):
     dtype = torch.float64
 
 
+class TestByExpert(Contract):
+    backend = "by_expert"
+
+
 class TestTorch(Contract):
     backend = "torch"
 

@@ -81,8 +81,8 @@ class Contract:
         self._run(num_rows)
 
 
-class TestReference(Contract):
-    backend = "reference"
+class TestByExpert(Contract):
+    backend = "by_expert"
 
 
 class TestTorch(Contract):
@@ -103,4 +103,4 @@ class TestTriton(Contract):
 
 
 def test_back_ends_are_all_tested() -> None:
-    assert set(BACKENDS) == {"reference", "torch", "triton"}
+    assert set(BACKENDS) == {"by_expert", "torch", "triton"}

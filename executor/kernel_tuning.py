@@ -1,0 +1,134 @@
+"""Which back end multiplies a plan's experts fastest on this GPU: measured before training, remembered on disk.
+
+Candidates take turns, so that a GPU under its power limit slows them alike. A choice is kept by device, versions and
+shape, so the next run of a shape starts at once.
+
+Shapes: E experts of this rank, R rows, H input width, F output width.
+"""
+
+import json
+import os
+import statistics
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moeplan.executor.mesh import Mesh
+from moeplan.files import write_text_atomically
+from moeplan.kernels import grouped_gemm, grouped_weight_grad
+from moeplan.kernels.back_end_choice import Shape, choices, choose
+from moeplan.kernels.grouped_weight_grad import add_grouped_weight_grad_, triton_takes
+from moeplan.kernels.main_grad import MainGrad
+from moeplan.plan import Plan
+
+FOLDER_VARIABLE = "MOEPLAN_CACHE"
+_ROUNDS, _CALLS = 5, 3  # turns of each candidate, and calls in a turn
+_LARGE_EXPERT_ROWS = 256  # below it one launch an expert costs more than its products: never a candidate
+Candidates = Mapping[str, Callable[[], object]]
+
+
+def cache_path() -> Path:
+    """Where choices are kept: ``$MOEPLAN_CACHE``, or ``moeplan`` in the user's cache folder."""
+    own, shared = os.environ.get(FOLDER_VARIABLE), os.environ.get("XDG_CACHE_HOME")
+    folder = Path(own) if own else (Path(shared) if shared else Path.home() / ".cache") / "moeplan"
+    return folder / "kernels.json"
+
+
+def expert_shapes(plan: Plan, mesh: Mesh) -> list[Shape]:
+    """Shapes [E, H, F] of the expert weights of a rank."""
+    moe, model = plan.model.moe, plan.model
+    if moe is None:
+        return []
+    num_local, width = moe.num_experts // mesh.ep.size, moe.expert_ffn_size // mesh.etp.size
+    return [(num_local, model.hidden_size, width * (2 if model.is_gated else 1)), (num_local, width, model.hidden_size)]
+
+
+def tune(plan: Plan, mesh: Mesh, device: torch.device) -> dict[str, str]:
+    """Choose back ends for the plan's bf16 experts, from the cache or by measuring; nothing on a CPU.
+
+    Needs the memory of one layer's experts, so it belongs before the model is built. Ranks choose for themselves. Returns all choices by operation.
+    """
+    moe = plan.model.moe
+    if device.type != "cuda" or plan.precision != "bf16" or moe is None:
+        return {}
+    num_rows = plan.tokens_per_rank * moe.top_k  # on average, whatever ep is
+    path = cache_path()
+    known = _read(path)
+    for shape in expert_shapes(plan, mesh):
+        key = _key(shape, num_rows, device)
+        if key not in known:
+            known[key] = _measure(shape, num_rows, device)
+            write_text_atomically(path, json.dumps(known, indent=2, sort_keys=True) + "\n")
+        for operation, times_s in known[key].items():
+            choose(operation, shape, min(times_s, key=lambda name: times_s[name]))
+    torch.cuda.empty_cache()
+    return choices()
+
+
+def _read(path: Path) -> dict[str, dict[str, dict[str, float]]]:
+    """What is remembered: seconds by back end, operation and key. A file that cannot be read is made anew."""
+    try:
+        known: dict[str, dict[str, dict[str, float]]] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return known
+
+
+def _key(shape: Shape, num_rows: int, device: torch.device) -> str:
+    name = torch.cuda.get_device_name(device)
+    return f"{name}, torch {torch.__version__}, {'x'.join(map(str, shape))}, {num_rows} rows, bf16 into fp32"
+
+
+def _measure(shape: Shape, num_rows: int, device: torch.device) -> dict[str, dict[str, float]]:
+    """Seconds of each candidate: both products that autograd takes, and the weight gradient's addition."""
+    E, H, F = shape
+    generator = torch.Generator().manual_seed(0)
+    num_rows_E = torch.multinomial(torch.ones(E), num_rows, replacement=True, generator=generator).bincount(minlength=E)
+    offsets_E = num_rows_E.cumsum(0).to(torch.int32).to(device)
+    x_RH = torch.randn((num_rows, H), device=device).bfloat16().requires_grad_()
+    grad_RF = torch.randn((num_rows, F), device=device).bfloat16()
+    weight_EHF = torch.randn(shape, device=device).bfloat16()
+    main = MainGrad(torch.zeros(shape, device=device), is_clear=False)
+    names = ["torch", "by_expert"] if num_rows >= _LARGE_EXPERT_ROWS * E else ["torch"]
+    products = {name: _product(name, x_RH, weight_EHF, offsets_E, grad_RF) for name in names}
+    if triton_takes(main.total, x_RH):
+        names.append("triton")
+    additions = {name: _addition(name, main, x_RH.detach(), grad_RF, offsets_E) for name in names}
+    return {grouped_gemm.OPERATION: take_turns(products), grouped_weight_grad.OPERATION: take_turns(additions)}
+
+
+def _product(name: str, x_RH: Tensor, weight_EHF: Tensor, offsets_E: Tensor, grad_RF: Tensor) -> Callable[[], object]:
+    def run() -> Any:
+        y_RF = grouped_gemm.grouped_gemm(x_RH, weight_EHF, offsets_E, backend=name)
+        return torch.autograd.grad(y_RF, x_RH, grad_RF)
+
+    return run
+
+
+def _addition(name: str, main: MainGrad, x_RH: Tensor, grad_RF: Tensor, offsets_E: Tensor) -> Callable[[], object]:
+    return lambda: add_grouped_weight_grad_(main, x_RH, grad_RF, offsets_E, backend=name)
+
+
+def take_turns(candidates: Candidates) -> dict[str, float]:
+    """Median seconds a call of each, in turns after a first call that compiles."""
+    for run in candidates.values():
+        run()
+    readings_s: dict[str, list[float]] = {name: [] for name in candidates}
+    for _ in range(_ROUNDS):
+        for name, run in candidates.items():
+            readings_s[name].append(_seconds(run))
+    return {name: statistics.median(times_s) for name, times_s in readings_s.items()}
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    for _ in range(_CALLS):
+        run()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1000 / _CALLS

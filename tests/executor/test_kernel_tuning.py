@@ -1,0 +1,74 @@
+"""Choices of back ends: what is tuned, remembered and taken up again. Timing itself needs a GPU."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from moeplan.executor import kernel_tuning
+from moeplan.executor.kernel_tuning import FOLDER_VARIABLE, cache_path, expert_shapes, tune
+from moeplan.executor.mesh import build_mesh
+from moeplan.kernels.back_end_choice import choices, forget
+from tests.executor.cases import GQA_MODEL, tiny_plan
+
+PLAN = tiny_plan(GQA_MODEL, 1, precision="bf16")
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    forget()
+
+
+def test_shapes_are_those_of_the_parameters() -> None:
+    moe = GQA_MODEL.moe
+    assert moe is not None
+    first, second = expert_shapes(PLAN, build_mesh(PLAN.folding, 0))
+    assert first == (moe.num_experts, GQA_MODEL.hidden_size, 2 * moe.expert_ffn_size)
+    assert second == (moe.num_experts, moe.expert_ffn_size, GQA_MODEL.hidden_size)
+
+
+def test_a_cpu_keeps_the_defaults() -> None:
+    tune(PLAN, build_mesh(PLAN.folding, 0), torch.device("cpu"))
+    assert choices() == {}
+    assert not cache_path().exists()
+
+
+def test_the_fastest_is_chosen_and_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[tuple[int, ...]] = []
+
+    def measure(shape: tuple[int, ...], num_rows: int, device: torch.device) -> dict[str, dict[str, float]]:
+        measured.append(shape)
+        return {"grouped_gemm": {"torch": 2.0, "by_expert": 1.0}, "grouped_weight_grad": {"torch": 2.0, "triton": 3.0}}
+
+    monkeypatch.setattr(kernel_tuning, "_measure", measure)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
+    mesh, device = build_mesh(PLAN.folding, 0), torch.device("cuda", 0)
+    tune(PLAN, mesh, device)
+    assert set(choices().values()) == {"by_expert", "torch"}
+    assert len(choices()) == 4
+    assert len(json.loads(cache_path().read_text())) == 2
+    before = choices()
+    forget()
+    tune(PLAN, mesh, device)
+    assert choices() == before
+    assert len(measured) == 2
+
+
+def test_a_broken_cache_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache_path().write_text("{")
+    monkeypatch.setattr(kernel_tuning, "_measure", lambda *_: {"grouped_gemm": {"torch": 1.0}})
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
+    tune(PLAN, build_mesh(PLAN.folding, 0), torch.device("cuda", 0))
+    assert set(choices().values()) == {"torch"}
+    assert len(json.loads(cache_path().read_text())) == 2
+
+
+@pytest.mark.gpu
+def test_candidates_take_turns() -> None:
+    x = torch.randn(2048, 2048, device="cuda")
+    candidates: dict[str, Callable[[], object]] = {"short": lambda: x + 1, "long": lambda: [x @ x for _ in range(5)]}
+    times_s = kernel_tuning.take_turns(candidates)
+    assert 0 < times_s["short"] < times_s["long"]

@@ -1,0 +1,40 @@
+import pytest
+import torch
+
+from moeplan.kernels import grouped_gemm as module
+from moeplan.kernels.back_end_choice import choices, choose, chosen, forget
+from moeplan.kernels.host_offsets import host_offsets
+
+
+@pytest.fixture(autouse=True)
+def _nothing_chosen() -> None:
+    forget()
+
+
+def test_a_choice_holds_for_its_shape_alone() -> None:
+    choose("grouped_gemm", (2, 3, 4), "by_expert")
+    assert chosen("grouped_gemm", (2, 3, 4)) == "by_expert"
+    assert chosen("grouped_gemm", (2, 4, 3)) is None
+    assert choices() == {"grouped_gemm 2x3x4": "by_expert"}
+
+
+def test_the_chosen_back_end_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+
+    def run(x_TH: torch.Tensor, weight_EHF: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tensor:
+        ran.append("other")
+        return x_TH
+
+    monkeypatch.setitem(module.BACKENDS, "other", run)
+    choose("grouped_gemm", (1, 2, 2), "other")
+    arguments = (torch.ones(1, 2), torch.ones(1, 2, 2), torch.tensor([1], dtype=torch.int32))
+    module.grouped_gemm(*arguments)
+    module.grouped_gemm(*arguments, backend="torch")
+    assert ran == ["other"]
+
+
+def test_offsets_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    offsets_E = torch.tensor([1, 3], dtype=torch.int32)
+    assert host_offsets(offsets_E) == (1, 3)
+    offsets_E[0] = 2
+    assert host_offsets(offsets_E) == (1, 3)
