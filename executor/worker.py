@@ -23,6 +23,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from moeplan.errors import InvalidInputError, MoeplanError
 from moeplan.executor.check import check_run, check_supported, check_world
 from moeplan.executor.data import open_tokens
+from moeplan.executor.determinism import make_deterministic
 from moeplan.executor.export_hf import export_hf
 from moeplan.executor.failure import (
     LAUNCHER_VARIABLE,
@@ -78,6 +79,8 @@ def run_rank(plan_path: Path, run_path: Path | None, out_path: Path) -> None:
     check_supported(plan)
     check_run(run)
     tokens = open_tokens(plan, run)
+    if run.deterministic:
+        make_deterministic()
     device = _device(rank)
     _start_processes(device)
     try:

@@ -44,3 +44,6 @@ class RunConfig(Record):
     )
     skip_spikes: bool = Field(default=False, description="leave the update of a spike out instead of stopping there")
     hang_timeout_s: PositiveFloat = Field(default=600.0, description="without progress in a step before the run ends")
+    deterministic: bool = Field(
+        default=False, description="only kernels that give the same bits each time: a resumed run repeats itself"
+    )

@@ -192,6 +192,9 @@ def run(  # noqa: PLR0917 - typer: one parameter per option
     hang_timeout: Annotated[
         float | None, typer.Option("--hang-timeout", min=1, help="Seconds without progress before the run ends: 600.")
     ] = None,
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="Kernels that give the same bits each time; slower attention.")
+    ] = False,
     nnodes: Annotated[int, typer.Option("--nnodes", min=1, help="Hosts; start the same command on each.")] = 1,
     rdzv_endpoint: Annotated[
         str, typer.Option("--rdzv-endpoint", help="host:port of one of the hosts, the same on each.")
@@ -217,6 +220,7 @@ def run(  # noqa: PLR0917 - typer: one parameter per option
     settings |= {"eval_every": eval_every, "export_hf": export_hf, "log_folder": log_folder}
     settings |= {"init_from": init_from, "upcycle": upcycle}
     settings |= {"spike_factor": spike_factor, "skip_spikes": skip_spikes, "hang_timeout_s": hang_timeout}
+    settings["deterministic"] = deterministic
     hosts = (nnodes, rdzv_endpoint, rdzv_id)
     tolerances = {"step_s": max_step_error, "peak_memory_bytes": max_memory_error}
     run_plan(plan, RunOptions(settings, tolerances, processes, hosts, hardware, out, dry_run, as_json))
