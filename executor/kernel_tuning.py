@@ -49,7 +49,8 @@ def expert_shapes(plan: Plan, mesh: Mesh) -> list[Shape]:
 def tune(plan: Plan, mesh: Mesh, device: torch.device) -> dict[str, str]:
     """Choose back ends for the plan's bf16 experts, from the cache or by measuring; nothing on a CPU.
 
-    Needs the memory of one layer's experts, so it belongs before the model is built. Ranks choose for themselves. Returns all choices by operation.
+    Needs the memory of one layer's experts, so it belongs before the model is built. Ranks choose for themselves.
+    Returns all choices by operation.
     """
     moe = plan.model.moe
     if device.type != "cuda" or plan.precision != "bf16" or moe is None:
