@@ -6,6 +6,7 @@ module only speaks its interface. Not yet run against the library itself: tests 
 Shapes: L tokens of this rank, A tokens that arrived, K experts per token (times etp: each rank of etp gets a copy).
 """
 
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, cast
 
@@ -70,31 +71,32 @@ class _Combine(Function):
         return grad_AH, None
 
 
+@dataclass
 class DeepEpExchange:
-    """One forward of one layer; see :class:`moeplan.executor.exchange.Exchange`. Sending makes its handle."""
+    """One forward of one layer; see :class:`moeplan.executor.exchange.Exchange`. Sending makes handle and rows."""
 
-    def __init__(self, dispatcher: "DeepEpDispatcher", index_LK: Tensor) -> None:
-        self.dispatcher, self.index_LK = dispatcher, index_LK
-        self.handle: Any = None
-        self._local: LocalRows | None = None
+    options: DispatchOptions
+    mesh: Mesh
+    index: Tensor  # [L, K] of the library's experts
+    handle: Any = None
+    local: LocalRows | None = None
 
     def buffer(self, x: Tensor) -> Any:
         """The buffer for rows such as those of x."""
         row_bytes = x.shape[1] * max(x.element_size(), _LEAST_ELEMENT_BYTES)
-        group = self.dispatcher.mesh.etp_ep.process_group
+        group = self.mesh.etp_ep.process_group
         assert group is not None
-        return _buffer(group, row_bytes, self.dispatcher.options.num_sms)
+        return _buffer(group, row_bytes, self.options.num_sms)
 
     def dispatch(self, x_LH: Tensor, probs_LK: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens [A, H] and their probabilities [A, K], zero for experts of other ranks."""
-        options, mesh = self.dispatcher.options, self.dispatcher.mesh
-        buffer, group = self.buffer(x_LH), mesh.etp_ep
+        options, mesh, buffer = self.options, self.mesh, self.buffer(x_LH)
         per_rank, per_host, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(
-            self.index_LK, options.num_experts * mesh.etp.size
+            self.index, options.num_experts * mesh.etp.size
         )
         x_AH, index_AK, probs_AK, num_rows, self.handle, _ = buffer.dispatch(
             x_LH.contiguous(),
-            topk_idx=self.index_LK,
+            topk_idx=self.index,
             topk_weights=probs_LK.contiguous(),
             num_tokens_per_rank=per_rank,
             num_tokens_per_rdma_rank=per_host,
@@ -103,9 +105,9 @@ class DeepEpExchange:
         )
         num_local = options.num_experts // mesh.ep.size
         local_AK = torch.where(index_AK < 0, num_local, index_AK)
-        capacity = options.padded_capacity(len(x_LH), group.size)
+        capacity = options.padded_capacity(len(x_LH), mesh.etp_ep.size)
         rows = local_row_map(local_AK, num_local, capacity, sum(num_rows))
-        self._local = LocalRows(rows, options.probs_before_fc2)
+        self.local = LocalRows(rows, options.probs_before_fc2)
         return x_AH, probs_AK
 
     def send(self, packed: Tensors) -> Tensors:
@@ -114,13 +116,13 @@ class DeepEpExchange:
 
     def arrange(self, arrived: Tensors) -> Arrived:
         """Rows by expert."""
-        assert self._local is not None
-        return self._local.arrange(arrived)
+        assert self.local is not None
+        return self.local.arrange(arrived)
 
     def collect(self, rows_RH: Tensor, probs_R: Tensor | None) -> Tensor:
         """Sums over this rank's experts."""
-        assert self._local is not None
-        return self._local.collect(rows_RH, probs_R)
+        assert self.local is not None
+        return self.local.collect(rows_RH, probs_R)
 
     def send_back(self, rows: Tensor) -> Tensor:
         """y_LH: sums over ranks, made on the way."""
@@ -145,4 +147,4 @@ class DeepEpDispatcher:
         # Experts of the library lie rank by rank, and etp is fastest among the ranks.
         first_LK = index_LK // num_local * (etp * num_local) + index_LK % num_local
         copies = [(first_LK + shard * num_local).masked_fill(is_dropped_LK, -1) for shard in range(etp)]
-        return (x_LH, probs_LK.repeat(1, etp)), DeepEpExchange(self, torch.cat(copies, 1))
+        return (x_LH, probs_LK.repeat(1, etp)), DeepEpExchange(self.options, self.mesh, torch.cat(copies, 1))

@@ -7,6 +7,7 @@ stand-in on collectives.
 Shapes: L tokens of this rank, K experts per token, D experts of the library: E times etp, R rows at this rank's.
 """
 
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, cast
 
@@ -77,19 +78,22 @@ class _Combine(Function):
         return grad_RH, None
 
 
+@dataclass
 class HybridEpExchange:
-    """One forward of one layer; see :class:`moeplan.executor.exchange.Exchange`. Sending makes its handle."""
+    """One forward of one layer; see :class:`moeplan.executor.exchange.Exchange`. Sending makes handle and offsets."""
 
-    def __init__(self, buffer: Any, options: DispatchOptions, num_local: int, is_routed_LD: Tensor) -> None:
-        self.buffer, self.options, self.num_local, self.is_routed_LD = buffer, options, num_local, is_routed_LD
-        self.handle: Any = None
-        self._offsets: Tensor | None = None
+    buffer: Any
+    options: DispatchOptions
+    num_local: int
+    is_routed: Tensor  # [L, D]
+    handle: Any = None
+    offsets: Tensor | None = None
 
     def dispatch(self, x_LH: Tensor, probs_LD: Tensor) -> tuple[Tensor, Tensor]:
         """Rows by expert and their probabilities; the host waits for their number."""
         rows_RH, probs_R, _, num_rows_E, self.handle = self.buffer.dispatch_with_permute(
             hidden=x_LH.contiguous(),
-            routing_map=self.is_routed_LD,
+            routing_map=self.is_routed,
             probs=probs_LD.contiguous(),
             scaling_factor=None,
             num_of_experts_per_rank=self.num_local,
@@ -97,7 +101,7 @@ class HybridEpExchange:
             num_permuted_tokens=None,
             non_blocking=False,
         )
-        self._offsets = num_rows_E.cumsum(0).to(device=x_LH.device, dtype=torch.int32)
+        self.offsets = num_rows_E.cumsum(0).to(device=x_LH.device, dtype=torch.int32)
         return rows_RH, probs_R
 
     def send(self, packed: Tensors) -> Tensors:
@@ -107,8 +111,8 @@ class HybridEpExchange:
     def arrange(self, arrived: Tensors) -> Arrived:
         """What arrived: it lies by expert."""
         rows_RH, probs_R = arrived
-        assert self._offsets is not None
-        return Arrived(rows_RH, probs_R, self._offsets)
+        assert self.offsets is not None
+        return Arrived(rows_RH, probs_R, self.offsets)
 
     def collect(self, rows_RH: Tensor, probs_R: Tensor | None) -> Tensor:
         """Rows, weighed here unless the experts did."""

@@ -8,6 +8,9 @@ from moeplan.hwprofiles.schema import DispatchBackend
 from moeplan.model_spec import Moe
 from moeplan.simulator.op import Placement
 
+PROBABILITY_BYTES = 4.0  # of a copy, in fp32
+INDEX_BYTES = 4.0
+
 
 @dataclass(frozen=True, slots=True)
 class ExchangeBytes:
@@ -53,21 +56,38 @@ def exchange_bytes(
 
     alltoall: K copies a token, each to its expert's rank, with an fp32 probability. deepep, hybridep: one copy a
     distinct domain over the network; inside the domain one copy a distinct rank (those a domain receives are
-    forwarded there, so every rank sends as many as its own tokens need), times ``etp``: each shard of an expert
-    needs the token. (alltoall gathers over the expert tensor-parallel group in a collective of its own.)
+    forwarded there, so every rank sends as many as its own tokens need), for each of ``etp``: each shard of an expert
+    needs the token. (alltoall gathers over the expert tensor-parallel group in a collective of its own.) torch: the
+    same, and each copy has all K probabilities. allgather: every token with those to every rank.
     """
     ranks, domains = group.num_ranks, group.num_domains
-    if ranks == 1:
+    if ranks == 1 and (etp == 1 or backend == "alltoall"):
         return ExchangeBytes(0.0, 0.0)
     if backend == "alltoall":
-        copies = num_tokens * moe.top_k * (token_bytes + 4)
+        copies = num_tokens * moe.top_k * (token_bytes + PROBABILITY_BYTES)
         outside = copies * (domains - 1) / domains
         return ExchangeBytes(copies * (ranks - 1) / ranks - outside, outside)
+    if backend in {"allgather", "torch"}:
+        token_bytes += PROBABILITY_BYTES * moe.top_k
+    if backend == "allgather":
+        everywhere = num_tokens * token_bytes * ranks * etp
+        outside = everywhere * (domains - 1) / domains
+        return ExchangeBytes(everywhere - outside - num_tokens * token_bytes, outside)
     router = moe.router
 
     def distinct(bins: int) -> float:
         return expected_distinct_bins(moe.num_experts, moe.top_k, bins, router.num_groups, router.top_groups)
 
-    inside = num_tokens * token_bytes * distinct(ranks) * etp * (1 - domains / ranks)
+    inside = num_tokens * token_bytes * distinct(ranks) * (etp - domains / ranks)  # one of them is where it is already
     outside = num_tokens * token_bytes * distinct(domains) * (domains - 1) / domains if domains > 1 else 0.0
     return ExchangeBytes(inside, outside)
+
+
+def metadata_bytes(moe: Moe, num_tokens: float, backend: DispatchBackend, num_ranks: int) -> float:
+    """Message of the all-gather, over all ranks of etp x ep, by which ranks learn where tokens go; int32.
+
+    alltoall: the copies for each expert. allgather, torch: the experts of each token. Libraries do it in their kernels.
+    """
+    if num_ranks == 1 or backend in {"deepep", "hybridep"}:
+        return 0.0
+    return INDEX_BYTES * num_ranks * (moe.num_experts if backend == "alltoall" else num_tokens * moe.top_k)
