@@ -49,16 +49,14 @@ def losses(folder: Path, plan: Plan, **run: Any) -> list[float]:
     settings = {"steps": STEPS, "lr": 1e-3, "lr_warmup_steps": 20, "profile_steps": 1}
     paths = files(folder, plan, **(settings | run))
     launch(*paths, 1, lambda _line: None)
-    return Figures.model_validate(json.loads(paths[2].read_text(encoding="utf-8"))).losses
+    return list(Figures.model_validate(json.loads(paths[2].read_text(encoding="utf-8"))).losses)
 
 
 def test_bf16_stays_within_a_percent_of_float32(tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
     exact, rounded = (losses(tmp_path / name, plan_of(GQA, name)) for name in ("fp32", "bf16"))
     # A step's own batch moves its loss by more than that; the last twenty are the same batches in both.
     mean, mean_rounded = (sum(some[-20:]) / 20 for some in (exact, rounded))
-    print(
-        f"loss at step {STEPS}: fp32 {exact[-1]:.4f}, bf16 {rounded[-1]:.4f}; last 20: {mean:.4f}, {mean_rounded:.4f}"
-    )
+    record_property("losses", f"last: {exact[-1]:.4f}, {rounded[-1]:.4f}; last 20: {mean:.4f}, {mean_rounded:.4f}")
     assert exact[-1] < 0.6 * exact[0]
     assert rounded[-1] == pytest.approx(exact[-1], rel=0.01)
     assert mean_rounded == pytest.approx(mean, rel=0.01)
