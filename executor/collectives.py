@@ -89,7 +89,7 @@ def gather_rows(x: Tensor, group: Group, family: OpFamily = "tp_comm") -> Tensor
 
 def scatter_rows(x: Tensor, group: Group, family: OpFamily = "tp_comm") -> Tensor:
     """Reduce-scatter along dim 0; the gradient is gathered."""
-    return x if group.size == 1 else cast("Tensor", _ScatterRows.apply(x, group))
+    return x if group.size == 1 else cast("Tensor", _ScatterRows.apply(x, group, family))
 
 
 def exchange_raw(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Tensor:

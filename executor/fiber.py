@@ -5,6 +5,8 @@ from collections.abc import Callable
 
 import torch
 
+from moeplan.executor.scopes import STOP_LABEL, TASK_LABEL, labelled
+
 
 class Fiber:
     """Runs tasks in a thread of its own, but only while :meth:`advance` waits for it: one runs at any time.
@@ -13,7 +15,7 @@ class Fiber:
     """
 
     def __init__(self, name: str, device: torch.device) -> None:
-        self._device = device
+        self.name, self._device = name, device
         self._task: Callable[[], None] | None = None
         self._error: BaseException | None = None
         self._place = ""
@@ -38,8 +40,9 @@ class Fiber:
     def stop(self, place: str) -> None:
         """Called by what the task runs, in whatever thread: wait until the task is to go on."""
         self._place = place
-        self._stopped.release()
-        self._go.acquire()
+        with labelled(STOP_LABEL):
+            self._stopped.release()
+            self._go.acquire()
 
     def _serve(self) -> None:
         if self._device.type == "cuda":
@@ -48,7 +51,8 @@ class Fiber:
             self._go.acquire()
             assert self._task is not None
             try:
-                self._task()
+                with labelled(TASK_LABEL):
+                    self._task()
             except BaseException as error:  # noqa: BLE001 - raised by advance
                 self._error = error
             self._task, self._place = None, ""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Self
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile, record_function
 
 from moeplan.errors import RunFailedError
 from moeplan.executor.trace import STEP_LABEL, family_times_of, longest_kernels_of
@@ -83,11 +83,12 @@ class StepTrace(AbstractContextManager["StepTrace"]):
     """
 
     def __init__(self, device: torch.device) -> None:
-        activities = [ProfilerActivity.CPU]
+        activities, config = [ProfilerActivity.CPU], _ExperimentalConfig(profile_all_threads=True)
         if device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
         self._device = device
-        self._profile = profile(activities=activities, acc_events=True)  # without it torch 2.11 warns of lost events
+        # Without acc_events torch 2.11 warns of lost events.
+        self._profile = profile(activities=activities, acc_events=True, experimental_config=config)
         self._step = record_function(STEP_LABEL)
 
     def __enter__(self) -> Self:

@@ -8,8 +8,16 @@ from torch.profiler import record_function
 from moeplan.vocabulary import OP_FAMILIES, OpFamily
 
 PREFIX = "moeplan/"
+TASK_LABEL, STOP_LABEL = "moeplan_task", "moeplan_stop"  # what a fiber runs, and where it lets others run
 _LABELS: dict[OpFamily, str] = {family: f"{PREFIX}{family}" for family in OP_FAMILIES}
 _NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+def labelled(label: str) -> AbstractContextManager[object]:
+    """An event of that name in a trace."""
+    if not torch.autograd.profiler._is_profiler_enabled:  # noqa: SLF001 - as below
+        return _NOTHING
+    return record_function(label)
 
 
 def scope(family: OpFamily) -> AbstractContextManager[object]:

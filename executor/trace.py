@@ -8,13 +8,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from moeplan.executor.scopes import PREFIX
+from moeplan.executor.scopes import PREFIX, STOP_LABEL, TASK_LABEL
 from moeplan.results import FamilyTime
 from moeplan.vocabulary import OP_FAMILIES, OpFamily
 
 STEP_LABEL = "moeplan_step"  # the root of a trace: what no op inside claims is host time
 MICROSECOND_S = 1e-6  # the unit of profiler events
 
+_FRAMES = frozenset((STEP_LABEL, TASK_LABEL, STOP_LABEL))  # time in which others run, or the host
 _FAMILY_OF_LABEL: dict[str, OpFamily] = {f"{PREFIX}{family}": family for family in OP_FAMILIES}
 # Checked in order; a name that holds none of these is elementwise.
 _FAMILY_OF_NAME: tuple[tuple[str, OpFamily], ...] = (
@@ -37,7 +38,8 @@ Interval = tuple[float, float]
 def family_times_of(events: Iterable[Any], num_steps: int, *, on_cuda: bool) -> dict[OpFamily, FamilyTime]:
     """Seconds a step by family from the events (``torch.autograd.profiler_util.FunctionEvent``) of a trace.
 
-    On a CPU an op's exposed time is its self time on the thread of the steps; a collective of a communication family
+    On a CPU an op's exposed time is its self time on the thread of the steps, or on those of fibers, of which one runs
+    at a time while that thread waits; a collective of a communication family
     may run longer than it is waited for, which its total shows. On CUDA both are times of kernels, and communication
     is exposed where no other kernel runs. ``host`` is what remains of the steps.
     """
@@ -99,6 +101,7 @@ def _cpu_times(
     exposed_us: dict[OpFamily, float] = defaultdict(float)
     running_us: dict[OpFamily, float] = defaultdict(float)
     latest_collective: OpFamily = "dp_comm"
+    threads = {root.thread, *(event.thread for event in ordered if event.name == TASK_LABEL)}
     for event in ordered:
         if event.name.startswith("c10d::"):
             latest_collective = families[id(event)] or "dp_comm"
@@ -106,7 +109,7 @@ def _cpu_times(
             # gloo's own threads report "gloo:..." from issue to end, outside any scope.
             if event.name.startswith("gloo:"):
                 running_us[latest_collective] += event.time_range.end - event.time_range.start
-        elif event.thread == root.thread and event is not root and event.time_range.start >= root.time_range.start:
+        elif event.thread in threads and event.name not in _FRAMES and event.time_range.start >= root.time_range.start:
             exposed_us[families[id(event)] or "elementwise"] += event.self_cpu_time_total
     total_us = defaultdict(float, exposed_us)
     for family in _COMM_FAMILIES & running_us.keys():
@@ -136,6 +139,21 @@ def _device_times(
         else:
             exposed_us[family] = total_us[family]
     return total_us, exposed_us
+
+
+def kernel_times_of(events: Iterable[Any], num_steps: int) -> dict[tuple[OpFamily, str], tuple[float, int]]:
+    """Seconds and launches a step of each kernel, by family and name. A copy between host and device is one as well."""
+    ordered = sorted(events, key=lambda event: (event.time_range.start, -event.time_range.end))
+    families = _families(event for event in ordered if not _is_device_event(event))
+    launcher = _launchers(ordered)
+    times_us, counts = defaultdict[tuple[OpFamily, str], float](float), defaultdict[tuple[OpFamily, str], int](int)
+    for event in ordered:
+        if _is_device_event(event) and not event.is_user_annotation:
+            key = (families.get(launcher.get(event.id, 0)) or "elementwise", str(event.name))
+            times_us[key] += event.time_range.end - event.time_range.start
+            counts[key] += 1
+    scale = MICROSECOND_S / num_steps
+    return {key: (times_us[key] * scale, round(counts[key] / num_steps)) for key in times_us}
 
 
 def longest_kernels_of(events: Iterable[Any]) -> dict[OpFamily, str]:

@@ -36,7 +36,7 @@ from moeplan.executor.failure import (
 )
 from moeplan.executor.measure import reset_peak_resident, resident_bytes
 from moeplan.executor.measurement import gather_figures, make_figures, measure_rank
-from moeplan.executor.mesh import build_mesh
+from moeplan.executor.mesh import plan_mesh
 from moeplan.executor.step_log import StepLog
 from moeplan.executor.train import Trainer, TrainingRecord, train
 from moeplan.executor.watchdog import Watchdog, end_process
@@ -84,7 +84,7 @@ def run_rank(plan_path: Path, run_path: Path | None, out_path: Path) -> None:
     device = _device(rank)
     _start_processes(device)
     try:
-        mesh = build_mesh(plan.folding, rank)
+        mesh = plan_mesh(plan, rank)
         resident_before_bytes = resident_bytes()
         trainer = Trainer(plan, run, mesh, tokens, device)
         if run.save_folder:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moeplan.executor.data import open_tokens
-from moeplan.executor.mesh import build_mesh
+from moeplan.executor.mesh import plan_mesh
 from moeplan.executor.train import Trainer
 from moeplan.model_spec import GqaAttention, MlaAttention, Moe
 from moeplan.run_config import RunConfig
@@ -58,7 +58,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GlooPool]:
 
 def trainer_on_gpu(rank: int, model: str, num_gpus: int, changes: dict[str, Any], run: RunConfig) -> Trainer:
     plan = tiny_plan(MODELS[model], num_gpus, **({"precision": "bf16", "seq_len": 128} | changes))
-    return Trainer(plan, run, build_mesh(plan.folding, rank), open_tokens(plan, run), torch.device("cuda", rank))
+    return Trainer(plan, run, plan_mesh(plan, rank), open_tokens(plan, run), torch.device("cuda", rank))
 
 
 def losses_on_gpu(rank: int, model: str, num_gpus: int, changes: dict[str, Any]) -> list[float]:

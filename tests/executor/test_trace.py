@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional as F
 
 from moeplan.executor.measure import StepTrace
-from moeplan.executor.scopes import scope
+from moeplan.executor.scopes import STOP_LABEL, TASK_LABEL, scope
 from moeplan.executor.trace import STEP_LABEL, family_times_of, union_length
 
 CPU = torch.device("cpu")
@@ -89,6 +89,17 @@ def test_a_collective_that_runs_longer_than_it_is_waited_for_shows_both() -> Non
     wait = _event("moeplan/dp_comm", 70, 77, cpu_parent=root, self_cpu_time_total=7)
     times = _microseconds([root, issue_scope, issue, running, work, wait])
     assert times == {"dp_comm": (60, 12), "dense_gemm": (50, 50), "host": (38, 38)}
+
+
+def test_fibers_count_where_they_run_and_other_threads_do_not() -> None:
+    root = _event(STEP_LABEL, 0, 100, self_cpu_time_total=100)
+    task = _event(TASK_LABEL, 10, 90, thread=2, self_cpu_time_total=5)
+    product = _event("aten::mm", 20, 40, thread=2, cpu_parent=task, self_cpu_time_total=20)
+    crossing = _event("_Start", 40, 85, thread=2, cpu_parent=task, self_cpu_time_total=5)
+    stop = _event(STOP_LABEL, 42, 82, thread=2, cpu_parent=crossing, self_cpu_time_total=40)
+    elsewhere = _event("aten::mm", 45, 75, thread=3, self_cpu_time_total=30)
+    times = _microseconds([root, task, product, crossing, stop, elsewhere])
+    assert times == {"dense_gemm": (20, 20), "elementwise": (5, 5), "host": (75, 75)}
 
 
 def test_kernels_belong_to_the_op_that_launched_them_and_hide_communication() -> None:

@@ -1,0 +1,221 @@
+"""Exchanges beside compute: the same losses, norms and weights as one process, and the order in which it happens."""
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from moeplan.executor.fiber import Fiber
+from moeplan.executor.lane import Tensors, ThreadLane, Ticket, exchange_lane
+from moeplan.executor.lane import Work as LaneWork
+from moeplan.pipeline_order import paired_order
+from moeplan.plan import Plan
+from tests.executor.cases import build_trainer, tiny_plan
+from tests.executor.folding_cases import GQA, RUN, WINDOWED, alone, assert_same_run, train_folded
+from tests.executor.pools import Pools
+
+# Processes, model, what the plan changes. Those of the first table run with every test run.
+QUICK: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "ep2, weight gradients delayed": (2, "gqa", {"ep": 2, "ep_overlap": True, "delay_wgrad": True}),
+    "shared expert beside exchanges": (2, "gqa", {"ep": 2, "shared_expert_overlap": True}),
+    "pp2 vp2 uneven, recompute, delayed": (
+        4,
+        "gqa",
+        {
+            "pp": 2,
+            "vp": 2,
+            "ep": 2,
+            "layout": "Et|ttt||mL",
+            "recompute": ("layernorm", "moe_act"),
+            "ep_overlap": True,
+            "delay_wgrad": True,
+        },
+    ),
+}
+REST: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "ep2, windows": (2, "windowed", {"ep": 2, "ep_overlap": True}),
+    "ep2, every recompute": (
+        2,
+        "gqa",
+        {
+            "ep": 2,
+            "ep_overlap": True,
+            "recompute": ("core_attn", "layernorm", "mlp", "moe_act", "shared_experts"),
+            "delay_wgrad": True,
+        },
+    ),
+    "ep2, one micro-batch": (2, "gqa", {"ep": 2, "ep_overlap": True, "mbs": 4}),
+    "ep2, probabilities after the experts": (
+        2,
+        "gqa",
+        {"ep": 2, "ep_overlap": True, "memory_efficient_permutation": False, "delay_wgrad": True},
+    ),
+    "tp2 etp2 ep2": (4, "gqa", {"tp": 2, "ep": 2, "etp": 2, "ep_overlap": True, "delay_wgrad": True}),
+    "cp2 tp2, ep4": (4, "gqa", {"cp": 2, "tp": 2, "ep": 4, "ep_overlap": True, "delay_wgrad": True}),
+    "cp2 heads split, ep4": (4, "gqa", {"cp": 2, "cp_comm": "a2a", "ep": 4, "ep_overlap": True}),
+    "ep4, tokens gathered": (4, "gqa", {"ep": 4, "dispatcher": "allgather", "ep_overlap": True, "delay_wgrad": True}),
+    "tp2 etp2, one copy a rank": (
+        4,
+        "gqa",
+        {"tp": 2, "etp": 2, "ep": 2, "dispatcher": "flex", "flex_backend": "torch", "ep_overlap": True},
+    ),
+    "ep4 of dp4, states replicated": (4, "gqa", {"ep": 4, "sharding": "none", "ep_overlap": True, "delay_wgrad": True}),
+    "pp2 vp3, ep2": (4, "gqa", {"pp": 2, "vp": 3, "ep": 2, "layout": "E|tt|t|t|m|L", "ep_overlap": True}),
+    "pp2 vp2 long groups, ep2": (
+        4,
+        "windowed",
+        {"pp": 2, "vp": 2, "ep": 2, "micro_batch_group_size": 4, "ep_overlap": True, "delay_wgrad": True},
+    ),
+    "shared beside exchanges, tp2 ep4": (4, "gqa", {"tp": 2, "ep": 4, "shared_expert_overlap": True}),
+    "shared beside exchanges, latent, pp2 ep2": (4, "mla", {"pp": 2, "ep": 2, "shared_expert_overlap": True}),
+    "shared beside exchanges, experts made again": (
+        2,
+        "gqa",
+        {"ep": 2, "shared_expert_overlap": True, "recompute": ("moe",)},
+    ),
+    "shared beside exchanges, norms made again": (
+        2,
+        "mla",
+        {"ep": 2, "shared_expert_overlap": True, "recompute": ("layernorm",)},
+    ),
+    "pp4 vp2, ep2": (
+        8,
+        "gqa",
+        {"pp": 4, "vp": 2, "ep": 2, "layout": "E|t|t|t||t|m|L", "ep_overlap": True, "delay_wgrad": True},
+    ),
+    "pp2 vp2 tp2, etp1 ep4": (
+        8,
+        "gqa",
+        {"pp": 2, "vp": 2, "tp": 2, "ep": 4, "layout": "Et|tt|t|mL", "ep_overlap": True, "delay_wgrad": True},
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pools]:
+    with Pools(tmp_path_factory) as pools:
+        yield pools
+
+
+def check(pools: Pools, case: tuple[int, str, dict[str, Any]]) -> None:
+    num_gpus, model, changes = case
+    expected = alone(model, changes.get("mbs", 1))
+    assert_same_run(expected, pools[num_gpus].run(train_folded, model, num_gpus, changes))
+
+
+@pytest.mark.parametrize("folding", QUICK)
+def test_overlapped_equals_alone(pools: Pools, folding: str) -> None:
+    check(pools, QUICK[folding])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("folding", REST)
+def test_other_overlaps_equal_alone(pools: Pools, folding: str) -> None:
+    check(pools, REST[folding])
+
+
+class Event(NamedTuple):
+    """Something that a side (forward or backward) does: an exchange starts, runs, or is waited for; compute runs."""
+
+    side: str
+    what: str
+    number: int
+    begin_s: float
+    end_s: float
+
+
+class Recorder:
+    """What happens in one step of one rank."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.events: list[Event] = []
+        lane = exchange_lane(torch.device("cpu"))
+        assert isinstance(lane, ThreadLane)
+        start, advance, count = lane.start, Fiber.advance, iter(range(1_000_000))
+
+        def recorded_start(work: LaneWork, inputs: Tensors, mark: object) -> Ticket:
+            side, number = threading.current_thread().name, next(count)
+
+            def run() -> Tensors:
+                begin_s = time.monotonic()
+                results = work()
+                self.note(side, "exchange", number, begin_s)
+                return results
+
+            self.note(side, "start", number)
+            ticket, recorder = start(run, inputs, mark), self
+
+            class Recorded:
+                def wait(self) -> Tensors:
+                    recorder.note(side, "wait", number)
+                    return ticket.wait()
+
+            return Recorded()
+
+        def recorded_advance(fiber: Fiber) -> str:
+            begin_s = time.monotonic()
+            place = advance(fiber)
+            if place != "started":
+                self.note(fiber.name, "compute", -1, begin_s)
+            return place
+
+        patch.setattr(lane, "start", recorded_start)
+        patch.setattr(Fiber, "advance", recorded_advance)
+
+    def note(self, side: str, what: str, number: int, begin_s: float | None = None) -> None:
+        now = time.monotonic()
+        self.events.append(Event(side, what, number, now if begin_s is None else begin_s, now))
+
+
+def recorded_step(rank: int, plan: Plan) -> list[Event]:
+    """Events of the second step."""
+    trainer = build_trainer(rank, plan, RUN)
+    trainer.step(0)
+    with pytest.MonkeyPatch.context() as patch:
+        recorder = Recorder(patch)
+        trainer.step(1)
+        return recorder.events
+
+
+def hidden(events: list[Event]) -> tuple[int, int]:
+    """Exchanges of fibers between whose start and wait the other side computes, and all exchanges of fibers."""
+    num_hidden, numbers = 0, {event.number for event in events if event.side in {"forward", "backward"}} - {-1}
+    for number in numbers:
+        own = [(place, event) for place, event in enumerate(events) if event.number == number]
+        first = next(place for place, event in own if event.what == "start")
+        last = next(place for place, event in own if event.what == "wait")
+        others = {event.side for event in events[first:last] if event.what == "compute"}
+        num_hidden += bool(others - {own[0][1].side})
+    return num_hidden, len(numbers)
+
+
+def test_each_exchange_of_a_pair_is_waited_for_after_the_other_side_computed(pools: Pools) -> None:
+    plan = tiny_plan(WINDOWED, 2, ep=2, ep_overlap=True, delay_wgrad=True)
+    num_moe = sum(kind == "moe" for kind in WINDOWED.layer_kinds)
+    num_pairs = plan.num_micro_batches - 1
+    for events in pools[2].run(recorded_step, plan):
+        # Dispatch and combine of a layer, each forward and backward.
+        assert hidden(events) == (4 * num_moe * num_pairs, 4 * num_moe * num_pairs)
+        # In the lane, exchanges run in the order in which they start, some while the other side computes.
+        exchanges = [event for event in events if event.what == "exchange"]
+        computed = [event for event in events if event.what == "compute"]
+        assert [event.number for event in exchanges] == sorted(event.number for event in exchanges)
+        assert any(
+            compute.side != exchange.side and exchange.begin_s < compute.end_s and compute.begin_s < exchange.end_s
+            for exchange in exchanges
+            for compute in computed
+        )
+
+
+def test_pairs_of_a_pipeline_hide_their_exchanges(pools: Pools) -> None:
+    plan = tiny_plan(GQA, 4, pp=2, vp=2, ep=2, layout="Et|tt|t|mL", ep_overlap=True)
+    for rank, events in enumerate(pools[4].run(recorded_step, plan)):
+        pairs = paired_order(plan.pp, plan.vp, plan.num_micro_batches, rank // 2)
+        both = [pair for pair in pairs if pair.forward is not None and pair.backward is not None]
+        num_hidden, num_all = hidden(events)
+        assert both
+        assert num_hidden >= num_all - 2 * len(both)  # the longer chunk of a pair ends alone
+        assert num_hidden > num_all / 2
