@@ -24,7 +24,7 @@ _PROGRAMS_A_PROCESSOR = 8
 
 
 @triton.jit
-def _forward(
+def _norm(
     x_ptr,
     weight_ptr,
     y_ptr,
@@ -48,7 +48,7 @@ def _forward(
 
 
 @triton.jit
-def _backward(
+def _norm_backward(
     grad_ptr,
     x_ptr,
     weight_ptr,
@@ -96,7 +96,7 @@ class _RmsNorm(torch.autograd.Function):
         ctx.save_for_backward(x_H, weight_H, inverse_rms_R)
         if num_rows:
             rows, block = _tile(x_H.shape[-1])
-            _forward[triton.cdiv(num_rows, rows),](
+            _norm[triton.cdiv(num_rows, rows),](
                 x_H, weight_H, y_H, inverse_rms_R, num_rows, x_H.shape[-1], eps, compute_dtype(x_H), rows, block
             )
         return y_H
@@ -111,7 +111,7 @@ class _RmsNorm(torch.autograd.Function):
         num_programs = min(triton.cdiv(num_rows, rows), _PROGRAMS_A_PROCESSOR * _num_processors(x_H.device))
         grad_weight_PH = torch.empty((num_programs, width), dtype=inverse_rms_R.dtype, device=x_H.device)
         if num_programs:
-            _backward[num_programs,](
+            _norm_backward[num_programs,](
                 grad_H, x_H, weight_H, inverse_rms_R, grad_x_H, grad_weight_PH, num_rows, width,
                 compute_dtype(x_H), rows, block,
             )  # fmt: skip
