@@ -108,8 +108,7 @@ class Checkpointer:
         manifest = read_manifest(checkpoint, self.plan.model)
         self._check_files(checkpoint, manifest)
         self._read(checkpoint)
-        for one in self.optimizer.classes:
-            one.take_main_weights(manifest.step)
+        self.optimizer.take_loaded(manifest.step)
         torch.set_rng_state(torch.tensor(list(bytes.fromhex(manifest.rng)), dtype=torch.uint8))
         return manifest.step
 
@@ -119,11 +118,13 @@ class Checkpointer:
     def _slices(self, *, counted_only: bool) -> Iterator[TensorSlice]:
         """Weights, moments and router biases that this rank writes, or all that it holds."""
         for one in self.optimizer.classes:
-            span = one.buffer.counted if counted_only else one.updated.overlap(Span(0, one.buffer.num_elements))
-            states = {"weight": one.main, "first_moment": one.first_moment, "second_moment": one.second_moment}
-            for kind, flat in states.items():
-                for part in buffer_slices(one.buffer, span, flat, one.updated.start):
-                    yield replace(part, name=f"{kind}/{part.name}")
+            held = one.buffer.counted if counted_only else Span(0, one.buffer.num_elements)
+            for part in one.parts:
+                start = one.updated.start + part.span.start
+                span = held.overlap(Span(start, start + part.span.size))
+                for kind, flat in part.flats.items():
+                    for found in buffer_slices(one.buffer, span, flat, start):
+                        yield replace(found, name=f"{kind}/{found.name}")
         if self.mesh.stage.index == 0 or not counted_only:
             for router in self.model.routers():
                 if router.bias_E is not None:

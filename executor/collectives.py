@@ -6,6 +6,7 @@ gather_uneven_rows and scatter_uneven_rows over etp.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -54,6 +55,36 @@ def reduce_scatter_raw(x: Tensor, group: Group) -> Tensor:
     count("reduce_scatter", group, x.nbytes)
     _reduce_scatter(part, x.contiguous(), group=group.process_group)
     return part
+
+
+@dataclass
+class Pending:
+    """A collective under way; its tensors live until it has ended."""
+
+    result: Tensor
+    source: Tensor
+    work: dist.Work | None
+
+    def finish(self) -> Tensor:
+        """The result, after waiting for it (on a GPU the stream waits, not the host)."""
+        if self.work is not None:
+            self.work.wait()
+        return self.result
+
+
+def start_all_reduce(x: Tensor, group: Group) -> Pending:
+    """Begin to sum over the group, in place."""
+    return Pending(x, x, dist.all_reduce(x, group=group.process_group, async_op=True) if group.size > 1 else None)
+
+
+def start_all_gather(whole: Tensor, part: Tensor, group: Group) -> Pending:
+    """Begin to fill ``whole`` with the parts of every rank, in rank order. Groups of more than one."""
+    return Pending(whole, part, _all_gather(whole, part, group=group.process_group, async_op=True))
+
+
+def start_reduce_scatter(part: Tensor, whole: Tensor, group: Group) -> Pending:
+    """Begin to fill ``part`` with this rank's part of the sum of ``whole`` over the group. Groups of more than one."""
+    return Pending(part, whole, _reduce_scatter(part, whole, group=group.process_group, async_op=True))
 
 
 class _GatherRows(Function):

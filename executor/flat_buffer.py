@@ -1,8 +1,8 @@
-"""All parameters of one class (dense or expert) in one flat buffer, with their gradients in another.
+"""Parameters that are reduced and gathered together, in one flat buffer, with their gradients in another.
 
-One buffer, so that reducing gradients and gathering weights is one collective a class, whatever the number of
-parameters. Order: what other pipeline ranks hold as well, then parameters split over the class's tensor-parallel group,
-then replicated ones.
+One buffer, so that reducing gradients and gathering weights is one collective, whatever the number of parameters:
+those of a layer, or of a whole class (dense or expert). Order: what other pipeline ranks hold as well, then parameters
+split over the class's tensor-parallel group, then replicated ones.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -11,12 +11,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from moeplan.executor.collectives import all_gather_into, all_reduce, reduce_scatter_raw
+from moeplan.executor.collectives import (
+    Pending,
+    all_reduce,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+)
+from moeplan.executor.copies import Copies
 from moeplan.executor.dtypes import Dtypes
-from moeplan.executor.mesh import Group
 from moeplan.executor.parameters import Entry
 from moeplan.executor.scopes import scope
-from moeplan.kernels.accumulate import accumulate_
+from moeplan.kernels.main_grad import MainGrad, set_main_grad
 
 
 @dataclass(frozen=True)
@@ -39,106 +45,162 @@ class Span:
         """The view of those elements."""
         return flat[self.start : self.end]
 
+    def after(self, start: int) -> "Span":
+        """The same elements counted from ``start``."""
+        return Span(self.start - start, self.end - start)
+
 
 class FlatBuffer:
-    """Weights and accumulated gradients of one class. ``shard_group`` holds copies of the same weights.
+    """Weights and accumulated gradients, whole on every rank of ``copies.shard``.
 
-    ``replica_group`` (tp for dense, etp for expert parameters) is where each rank has a part of the gradient of the
-    replicated parameters, ``pipeline_group`` where each has a part of that of the shared ones. After construction every
-    parameter is a view of ``weights``, and backward adds its gradient to ``grads``.
+    ``updated`` is what this rank's optimizer updates: its part where ``is_sharded``, else everything. After
+    construction every parameter is a view of ``weights``, and backward adds its gradient to ``grads``.
     """
 
-    def __init__(
-        self,
-        entries: Sequence[Entry],
-        dtypes: Dtypes,
-        shard_group: Group,
-        replica_group: Group,
-        pipeline_group: Group | None = None,
-    ) -> None:
-        self.shard_group, self.replica_group, self.pipeline_group = shard_group, replica_group, pipeline_group
+    def __init__(self, entries: Sequence[Entry], dtypes: Dtypes, copies: Copies, *, is_sharded: bool) -> None:
+        self.copies, self.is_sharded = copies, is_sharded
         # Runs of one kind, so that few spans say which elements are shared, which replicated and which decay.
         self.entries = sorted(entries, key=_kind)
         self.num_elements = sum(entry.parameter.numel() for entry in self.entries)
-        part = -(-self.num_elements // shard_group.size)
-        self.own = Span(part * shard_group.index, part * (shard_group.index + 1))
+        part = -(-self.num_elements // copies.shard.size)
+        self.own = Span(part * copies.shard.index, part * (copies.shard.index + 1))
+        self.updated = self.own if is_sharded else Span(0, part * copies.shard.size)
         device = self.entries[0].parameter.device
-        self.weights = torch.zeros(part * shard_group.size, dtype=dtypes.param, device=device)
-        self.grads = torch.zeros(part * shard_group.size, dtype=dtypes.grad, device=device)
+        self.weights = torch.zeros(part * copies.shard.size, dtype=dtypes.param, device=device)
+        self.grads = torch.zeros(part * copies.shard.size, dtype=dtypes.grad, device=device)
+        self.main_grads: list[MainGrad] = []
         self.decayed: list[Span] = []
         self.kept: list[Span] = []
         self.shared_end, self.replicated_start = 0, self.num_elements
+        self._reducing: Pending | None = None
+        self._gathering: Pending | None = None
         self._adopt()
 
     def _adopt(self) -> None:
-        start = 0
-        for entry in self.entries:
-            span = Span(start, start + entry.parameter.numel())
-            start = span.end
+        for entry, span in self.spans():
             view = span.inside(self.weights).view_as(entry.parameter)
-            view.copy_(entry.parameter.detach())
+            entry.fill(view)
             entry.parameter.data = view
-            grad = span.inside(self.grads).view_as(entry.parameter)
-            entry.parameter.register_post_accumulate_grad_hook(_adds_to(grad))
+            main = MainGrad(span.inside(self.grads).view_as(entry.parameter))
+            entry.parameter.register_post_accumulate_grad_hook(_adds_to(main))
+            set_main_grad(entry.parameter, main)
+            self.main_grads.append(main)
             if entry.is_shared:
                 self.shared_end = span.end
             if entry.is_replicated:
                 self.replicated_start = min(self.replicated_start, span.start)
             _extend(self.decayed if entry.is_decayed else self.kept, span)
 
-    def named_grads(self) -> Iterator[tuple[str, Tensor]]:
-        """This rank's gradients of each whole tensor that it has a part of."""
+    def spans(self) -> Iterator[tuple[Entry, Span]]:
+        """Every parameter with its elements."""
         start = 0
         for entry in self.entries:
             span = Span(start, start + entry.parameter.numel())
             start = span.end
+            yield entry, span
+
+    @property
+    def updated_weights(self) -> Tensor:
+        """What this rank updates, in the compute type; others learn of it by :meth:`start_gather`."""
+        return self.updated.inside(self.weights)
+
+    @property
+    def resident_weights(self) -> Tensor:
+        """What of the weights stays in memory."""
+        return self.weights
+
+    @property
+    def resident_grads(self) -> Tensor:
+        """What of the gradients stays in memory."""
+        return self.grads
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """This rank's weights, each by the first whole tensor that it has a part of."""
+        yield from ((entry.pieces[0].name, entry.parameter) for entry in self.entries)
+
+    def named_grads(self) -> Iterator[tuple[str, Tensor]]:
+        """This rank's gradients of each whole tensor that it has a part of."""
+        for entry, span in self.spans():
             grad = span.inside(self.grads).view(entry.parameter.shape)
             yield from ((piece.name, grad[piece.target]) for piece in entry.pieces)
 
-    def sum_replicated(self) -> None:
-        """Complete the gradients of replicated parameters."""
-        with scope("tp_comm"):
-            all_reduce(self.grads[self.replicated_start : self.num_elements], self.replica_group)
+    def start_reduce(self) -> None:
+        """Begin to sum gradients over the copies; once a step, after the last micro-batch's backward."""
+        if self._reducing is not None:
+            return
+        for main in self.main_grads:
+            main.finish_()
+        with scope("dp_comm"):
+            self._reducing = self._begin_sum()
 
-    def sum_shared(self) -> None:
-        """Complete the gradients of what several pipeline ranks hold."""
-        if self.shared_end and self.pipeline_group is not None:
+    def _begin_sum(self) -> Pending:
+        shard = self.copies.shard
+        if self.is_sharded and shard.size > 1:
+            return start_reduce_scatter(torch.empty_like(self.own.inside(self.grads)), self.grads, shard)
+        return start_all_reduce(self.grads, shard)
+
+    def reduced_grads(self) -> Tensor:
+        """Gradients of what this rank updates, summed over everything that has a part of them."""
+        self.start_reduce()
+        assert self._reducing is not None
+        with scope("dp_comm"):
+            grads = all_reduce(self._reducing.finish(), self.copies.replica)
+        self._reducing = None
+        self._sum_parts(grads)
+        return grads
+
+    def _sum_parts(self, grads: Tensor) -> None:
+        """Complete the gradients of replicated and of shared parameters; ``grads`` are of what is updated here."""
+        replicated = Span(self.replicated_start, self.num_elements).overlap(self.updated).after(self.updated.start)
+        if replicated.size:
+            with scope("tp_comm"):
+                all_reduce(replicated.inside(grads), self.copies.partial)
+        shared = Span(0, self.shared_end).overlap(self.updated).after(self.updated.start)
+        if shared.size and self.copies.pipeline is not None:
             with scope("pp_comm"):
-                all_reduce(self.grads[: self.shared_end], self.pipeline_group)
+                all_reduce(shared.inside(grads), self.copies.pipeline)
 
-    def reduce_scatter_grads(self) -> Tensor:
-        """This rank's shard of the gradients, summed over the copies."""
-        with scope("dp_comm"):
-            return reduce_scatter_raw(self.grads, self.shard_group)
+    def clear_grads(self) -> None:
+        """Begin a step."""
+        for main in self.main_grads:
+            main.clear_()
 
-    def all_reduce_grads(self) -> Tensor:
-        """All gradients, summed over the copies."""
-        with scope("dp_comm"):
-            return all_reduce(self.grads, self.shard_group)
-
-    def gather_weights(self) -> None:
-        """Bring every rank's shard of the weights to all."""
-        if self.shard_group.size > 1:
+    def start_gather(self) -> None:
+        """Begin to bring every rank's updated weights to all."""
+        shard = self.copies.shard
+        if self.is_sharded and shard.size > 1:
+            own = self.own.inside(self.weights).clone()
             with scope("dp_comm"):
-                all_gather_into(self.weights, self.own.inside(self.weights).clone(), self.shard_group)
+                self._gathering = start_all_gather(self.weights, own, shard)
+
+    def finish_gather(self) -> None:
+        """Wait until the weights are those of all ranks."""
+        if self._gathering is not None:
+            with scope("dp_comm"):
+                self._gathering.finish()
+            self._gathering = None
 
     @property
     def counted(self) -> Span:
         """Elements whose square this rank adds to the global norm, so that each parameter counts once."""
-        end = self.num_elements if self.replica_group.index == 0 else self.replicated_start
-        is_first = self.pipeline_group is None or self.pipeline_group.index == 0
-        return self.own.overlap(Span(0 if is_first else self.shared_end, end))
+        end = self.num_elements if self.copies.partial.index == 0 else self.replicated_start
+        pipeline, replica = self.copies.pipeline, self.copies.replica
+        is_first = pipeline is None or pipeline.index == 0
+        part = -(-self.own.size // replica.size)
+        start = self.own.start + part * replica.index
+        ours = Span(start, start + part).overlap(self.own)
+        return ours.overlap(Span(0 if is_first else self.shared_end, end))
 
 
 def _kind(entry: Entry) -> tuple[bool, bool, bool]:
     return not entry.is_shared, entry.is_replicated, entry.is_decayed == entry.is_replicated
 
 
-def _adds_to(grad: Tensor) -> Callable[[nn.Parameter], None]:
+def _adds_to(main: MainGrad) -> Callable[[nn.Parameter], None]:
     def add(parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        accumulate_(grad, parameter.grad)
-        parameter.grad = None
+        if parameter.grad is not None:  # None: a GEMM has added it itself
+            main.add_(parameter.grad)
+            parameter.grad = None
 
     return add
 

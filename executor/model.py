@@ -120,7 +120,7 @@ class Transformer(nn.Module):
         super().__init__()
         model, rank = plan.model, mesh.pp.index
         self.plan, self.mesh = plan, mesh
-        self.table = ParameterTable(device, plan_dtypes(plan).param, seed)
+        self.table = ParameterTable(device, plan_dtypes(plan).param, seed, is_deferred=plan.sharding == "full")
         first_token, end = vocabulary_range(model.vocab_size, mesh.tp)
         whole, local = (model.vocab_size, model.hidden_size), (end - first_token, model.hidden_size)
         holders = embedding_holders(plan)

@@ -2,136 +2,133 @@
 
 Dense gradients are summed over dp x cp, expert gradients over edp; the loss is divided by the tokens of the global
 batch, so neither needs another factor (report section 4.3). Sharding ``optimizer`` reduce-scatters gradients, updates
-this rank's shard and gathers weights; ``none`` all-reduces and updates everything everywhere.
+this rank's shard and gathers weights; ``full`` does so layer by layer, and no rank keeps more than its shard; ``none``
+all-reduces and updates everything everywhere. Each class is cut into units, one a layer, where their communication
+runs beside compute or must come and go with the layers.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import chain
 
 import torch
 from torch import Tensor
 
 from moeplan.executor.collectives import all_gather_raw
-from moeplan.executor.dtypes import Dtypes
+from moeplan.executor.copies import Copies, build_copies
+from moeplan.executor.dtypes import Dtypes, plan_dtypes
 from moeplan.executor.flat_buffer import FlatBuffer, Span
+from moeplan.executor.fsdp import ShardedBuffer
 from moeplan.executor.mesh import Group, Mesh
-from moeplan.executor.parameters import Entry
+from moeplan.executor.model import Transformer
+from moeplan.executor.optimizer_state import DecaySpan, HostPart, OffloadedPart, StatePart
+from moeplan.executor.quantized import quantized_of
 from moeplan.executor.scopes import scope
+from moeplan.executor.unit_hooks import attach_hooks
+from moeplan.executor.units import Unit, class_units, layer_units
+from moeplan.kernels.adam import AdamOptions
+from moeplan.plan import Plan
 from moeplan.run_config import RunConfig
-from moeplan.vocabulary import Sharding
 
 
 class ClassOptimizer:
     """Adam with decoupled weight decay over one flat buffer, or over this rank's shard of it."""
 
-    def __init__(self, buffer: FlatBuffer, dtypes: Dtypes, run: RunConfig, sharding: Sharding) -> None:
-        self.buffer, self.run, self.main_dtype = buffer, run, dtypes.main
-        self.is_sharded, self.has_main_weights = sharding == "optimizer", dtypes.has_main_weights
-        self.updated = buffer.own if self.is_sharded else Span(0, len(buffer.weights))
-        weights = self.updated.inside(buffer.weights)
-        # Without main weights the shard of the weights is updated in place.
-        self.main = weights.to(dtypes.main) if dtypes.has_main_weights else weights
-        self.first_moment, self.second_moment = (torch.zeros_like(self.main) for _ in range(2))
-        self.num_steps = torch.zeros((), device=weights.device)
-        self.decayed = [local for span in buffer.decayed if (local := self._local(span)).size]
-        self.kept = [local for span in buffer.kept if (local := self._local(span)).size]
+    def __init__(self, unit: Unit, buffer: FlatBuffer, plan: Plan, run: RunConfig) -> None:
+        self.unit, self.buffer, self.run = unit, buffer, run
+        self.dtypes = plan_dtypes(plan)
+        self.updated = buffer.updated
+        self.parts = self._parts(plan)
+        self.decays = [
+            DecaySpan(span.overlap(self.updated).after(self.updated.start), decay)
+            for spans, decay in ((buffer.decayed, run.weight_decay), (buffer.kept, 0.0))
+            for span in spans
+        ]
         self.grads = torch.empty(0)
 
-    def _local(self, span: Span) -> Span:
-        """The updated part of a span of the buffer, counted from the first element updated here."""
-        part = span.overlap(self.updated)
-        return Span(part.start - self.updated.start, part.end - self.updated.start)
+    def _parts(self, plan: Plan) -> list[StatePart]:
+        """What is updated on the host, and the rest."""
+        weights, size = self.buffer.updated_weights, self.updated.size
+        cut = round(plan.optimizer_cpu_frac * size)
+        on_device = OffloadedPart if plan.offload_optimizer_states else StatePart
+        kinds = ((HostPart, Span(0, cut)), (on_device, Span(cut, size)))
+        return [kind(span, span.inside(weights), self.dtypes) for kind, span in kinds if span.size]
 
     def reduce_grads(self) -> None:
         """Sum gradients over the copies of this class; afterwards ``grads`` are those of what this rank updates."""
-        buffer = self.buffer
-        buffer.sum_shared()
-        buffer.sum_replicated()
-        grads = buffer.reduce_scatter_grads() if self.is_sharded else buffer.all_reduce_grads()
-        self.grads = grads.to(self.main_dtype)
+        for part in self.parts:
+            part.fetch()
+        self.grads = self.buffer.reduced_grads().to(self.dtypes.main)
 
-    def take_main_weights(self, num_steps: int) -> None:
-        """Let all ranks hold the weights that were read into ``main`` on each, after ``num_steps`` updates."""
-        self.num_steps.fill_(num_steps)
-        if self.has_main_weights:
-            self.updated.inside(self.buffer.weights).copy_(self.main)
-        if self.is_sharded:
-            self.buffer.gather_weights()
+    def take_loaded(self, num_steps: int) -> None:
+        """Let all ranks hold the weights that were read into the states of each, after ``num_steps`` updates."""
+        for part in self.parts:
+            part.take_loaded(num_steps)
+        self.end_step()
+        self.buffer.start_gather()
 
     def squared_norm(self) -> Tensor:
         """This rank's part of the squared norm of the gradients of this class."""
-        counted = self._local(self.buffer.counted).inside(self.grads)
+        counted = self.buffer.counted.overlap(self.updated).after(self.updated.start).inside(self.grads)
         norm: Tensor = torch.linalg.vector_norm(counted)  # asking for float64 would copy the whole input on a CPU
         return norm.to(torch.float64).square()
 
     def update(self, lr: float, clip: float) -> None:
-        """One Adam step of gradients times ``clip``; then all ranks hold the new weights."""
+        """One Adam step of gradients times ``clip``; other ranks get the new weights."""
+        run = self.run
+        options = AdamOptions(lr, run.adam_beta1, run.adam_beta2, run.adam_eps, 0.0, clip)
         with scope("optimizer"):
-            if clip != 1:
-                self.grads.mul_(clip)
-            self.num_steps += 1
-            self._adam(self.decayed, lr, self.run.weight_decay)
-            self._adam(self.kept, lr, 0.0)
-            if self.has_main_weights:
-                self.updated.inside(self.buffer.weights).copy_(self.main)
-            self.buffer.grads.zero_()
-        self.grads = torch.empty(0)
-        if self.is_sharded:
-            self.buffer.gather_weights()
+            for part in self.parts:
+                part.step(self.grads, self.decays, options)
+        self.end_step()
+        self.drop_grads()
+        self.buffer.start_gather()
 
-    def _adam(self, spans: list[Span], lr: float, weight_decay: float) -> None:
-        """Adam on some spans, each in one pass. torch.optim has the same step, but takes 145 MiB of imports along."""
-        if not spans:
-            return
-        flats = (self.main, self.grads, self.first_moment, self.second_moment)
-        main, grads, first, second = ([span.inside(flat) for span in spans] for flat in flats)
-        torch.ops.aten._fused_adamw_(
-            main,
-            grads,
-            first,
-            second,
-            [],
-            [self.num_steps] * len(spans),
-            lr=lr,
-            beta1=self.run.adam_beta1,
-            beta2=self.run.adam_beta2,
-            weight_decay=weight_decay,
-            eps=self.run.adam_eps,
-            amsgrad=False,
-            maximize=False,
-        )
+    def end_step(self) -> None:
+        """The weights have changed: quantized copies of them are void."""
+        for entry in self.buffer.entries:
+            if (quantized := quantized_of(entry.parameter)) is not None:
+                quantized.end_step()
+
+    def drop_grads(self) -> None:
+        """Begin the next step."""
+        with scope("optimizer"):
+            self.buffer.clear_grads()
+        self.grads = torch.empty(0)
 
     @property
     def state_bytes(self) -> int:
-        """Both moments, and main weights where they are a copy of their own."""
-        return self.first_moment.nbytes + self.second_moment.nbytes + self.main.nbytes * self.has_main_weights
+        """Both moments, and main weights where they are a copy of their own, as far as they stay on the device."""
+        return sum(part.device_bytes for part in self.parts)
 
 
 class ChainedOptimizer:
-    """Both classes of a model, stepped together."""
+    """Both classes of a model, stepped together. Collective: all ranks make it."""
 
     def __init__(
-        self,
-        entries: Sequence[Entry],
-        dtypes: Dtypes,
-        run: RunConfig,
-        mesh: Mesh,
-        sharding: Sharding,
-        *,
-        embedding_group: Group | None,
-        device: torch.device,
+        self, plan: Plan, run: RunConfig, mesh: Mesh, model: Transformer, embedding_group: Group | None
     ) -> None:
-        self.max_norm, self.world, self.device = run.clip_grad_norm, mesh.world, device
-        classes = ((False, (mesh.dp_cp, mesh.tp, embedding_group)), (True, (mesh.edp, mesh.etp, None)))
+        self.plan, self.max_norm, self.world, self.device = plan, run.clip_grad_norm, mesh.world, model.table.device
+        is_full, is_early = plan.sharding == "full", plan.overlap_grad_reduce or plan.overlap_param_gather
+        apart = (is_early or is_full) and self.device.type == "cuda"
+        dense, expert = build_copies(mesh, plan.dp_replicate, embedding_group, apart=apart)
+        has_copies = max(one.shard.size * one.replica.size for one in (dense, expert)) > 1
+        # Under ep_overlap layers do not run one after the other: everything is reduced and gathered at once.
+        by_layer = has_copies and (is_full or (is_early and not plan.ep_overlap))
+        dtypes = plan_dtypes(plan)
         self.classes = [
-            ClassOptimizer(FlatBuffer(chosen, dtypes, *groups), dtypes, run, sharding)
-            for is_expert, groups in classes
-            if (chosen := [entry for entry in entries if entry.is_expert == is_expert])
+            ClassOptimizer(unit, _buffer(unit, dtypes, plan, expert if unit.is_expert else dense), plan, run)
+            for unit in (layer_units(model) if by_layer else class_units(model))
         ]
+        if by_layer:
+            attach_hooks(model, [(one.unit, one.buffer) for one in self.classes], plan)
+        self._gathers_late = by_layer and plan.overlap_param_gather
 
     def reduce_grads(self) -> list[float]:
         """Sum gradients over replicas; squared norm contributed by each rank of the world, each parameter once."""
+        for one in self.classes:
+            one.buffer.start_reduce()
         for one in self.classes:
             one.reduce_grads()
         with scope("optimizer"):
@@ -145,28 +142,70 @@ class ChainedOptimizer:
         clip = min(1.0, self.max_norm / norm) if self.max_norm > 0 and norm > 0 else 1.0
         for one in self.classes:
             one.update(lr, clip)
+        if not self._gathers_late:
+            self._finish_gathers()
 
     def drop_grads(self) -> None:
         """Leave this step's update out."""
         for one in self.classes:
-            one.buffer.grads.zero_()
-            one.grads = torch.empty(0)
+            one.drop_grads()
+
+    def take_loaded(self, num_steps: int) -> None:
+        """As :meth:`ClassOptimizer.take_loaded`, for all."""
+        for one in self.classes:
+            one.take_loaded(num_steps)
+        self._finish_gathers()
+
+    def _finish_gathers(self) -> None:
+        for one in self.classes:
+            one.buffer.finish_gather()
+
+    @contextmanager
+    def whole_weights(self, *, writes: bool = False) -> Iterator[None]:
+        """Every parameter holds its weights inside, whatever the sharding. Collective over the copies.
+
+        ``writes``: what is written there is kept, the same on all copies.
+        """
+        self._finish_gathers()
+        sharded = [one.buffer for one in self.classes if isinstance(one.buffer, ShardedBuffer)]
+        for buffer in sharded:
+            buffer.gather()
+        yield
+        for buffer in sharded:
+            if writes:
+                buffer.keep_written()
+            buffer.release()
+        if writes:
+            for one in self.classes:
+                for part in one.parts:
+                    part.take_weights()
+                one.end_step()
 
     def named_grads(self) -> Iterator[tuple[str, Tensor]]:
         """This rank's gradients, by the name of the whole tensor."""
         return chain.from_iterable(one.buffer.named_grads() for one in self.classes)
 
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """What of the weights this rank keeps, by the name of a whole tensor."""
+        return chain.from_iterable(one.buffer.named_weights() for one in self.classes)
+
     @property
     def weight_bytes(self) -> int:
-        return sum(one.buffer.weights.nbytes for one in self.classes)
+        return sum(one.buffer.resident_weights.nbytes for one in self.classes)
 
     @property
     def grad_bytes(self) -> int:
-        return sum(one.buffer.grads.nbytes for one in self.classes)
+        return sum(one.buffer.resident_grads.nbytes for one in self.classes)
 
     @property
     def state_bytes(self) -> int:
         return sum(one.state_bytes for one in self.classes)
+
+
+def _buffer(unit: Unit, dtypes: Dtypes, plan: Plan, copies: Copies) -> FlatBuffer:
+    if plan.sharding == "full" and copies.shard.size > 1:
+        return ShardedBuffer(unit.entries, dtypes, copies)
+    return FlatBuffer(unit.entries, dtypes, copies, is_sharded=plan.sharding != "none")
 
 
 def gather_scalars(value: Tensor, group: Group) -> list[float]:

@@ -6,6 +6,7 @@ depend on how many ranks there are.
 
 import hashlib
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -60,6 +61,10 @@ def residual_std(num_layers: int) -> float:
     return INIT_STD / math.sqrt(2 * num_layers)
 
 
+# Gives the part of a whole weight that a piece is, of any dtype, on any device.
+WeightSource = Callable[[Piece], Tensor]
+
+
 @dataclass(frozen=True)
 class Entry:
     """A parameter of this rank. ``is_replicated``: each rank of tp (dense) holds it and a part of its gradient.
@@ -73,15 +78,29 @@ class Entry:
     is_replicated: bool
     is_decayed: bool
     is_shared: bool = False
+    first_values: WeightSource | None = None
+
+    def fill(self, values: Tensor) -> None:
+        """Write the parameter's first values: its own, or where it has no storage yet, those of ``first_values``."""
+        if self.first_values is None:
+            values.copy_(self.parameter.detach())
+        else:
+            _fill(values, self.pieces, self.first_values)
 
 
 @dataclass
 class ParameterTable:
-    """Makes the parameters of one rank and lists them in order of creation."""
+    """Makes the parameters of one rank and lists them in order of creation.
+
+    First values come from ``weights``, or are drawn. ``is_deferred``: parameters get no storage, and their values when
+    they are given one, so that a rank that keeps parts of them (full sharding) never holds them all.
+    """
 
     device: torch.device
     dtype: torch.dtype
     seed: int
+    is_deferred: bool = False
+    weights: WeightSource | None = None
     entries: list[Entry] = field(default_factory=list)
 
     def add(
@@ -94,12 +113,18 @@ class ParameterTable:
         is_shared: bool = False,
     ) -> nn.Parameter:
         """A new parameter of ``shape`` (of this rank) filled from its pieces."""
-        local = torch.zeros(shape, dtype=self.dtype, device=self.device)
-        for piece in pieces:
-            local[piece.target] = _draw(piece, self.seed, self.device)[piece.source].to(self.dtype)
+        local = torch.empty(shape, dtype=self.dtype, device=self.device)
+        if self.is_deferred:
+            local.untyped_storage().resize_(0)
+        else:
+            _fill(local, pieces, self._first_values)
         parameter = nn.Parameter(local)
-        self.entries.append(Entry(parameter, pieces, is_expert, is_replicated, is_decayed, is_shared))
+        later = self._first_values if self.is_deferred else None
+        self.entries.append(Entry(parameter, pieces, is_expert, is_replicated, is_decayed, is_shared, later))
         return parameter
+
+    def _first_values(self, piece: Piece) -> Tensor:
+        return drawn(piece, self.seed, self.device) if self.weights is None else self.weights(piece)
 
     def add_whole(
         self, name: str, shape: tuple[int, ...], *, std: float = INIT_STD, fill: float = 0.0, is_decayed: bool = True
@@ -111,6 +136,17 @@ class ParameterTable:
     def add_norm(self, name: str, width: int) -> nn.Parameter:
         """The weight of a norm: ones."""
         return self.add_whole(name, (width,), std=0.0, fill=1.0, is_decayed=False)
+
+
+def _fill(values: Tensor, pieces: tuple[Piece, ...], first_values: WeightSource) -> None:
+    values.zero_()
+    for piece in pieces:
+        values[piece.target] = first_values(piece).to(values)
+
+
+def drawn(piece: Piece, seed: int, device: torch.device) -> Tensor:
+    """The piece's part of a freshly drawn weight, in fp32."""
+    return _draw(piece, seed, device)[piece.source]
 
 
 def _draw(piece: Piece, seed: int, device: torch.device) -> Tensor:

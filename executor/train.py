@@ -12,9 +12,8 @@ from moeplan.executor.check import check_resumed
 from moeplan.executor.checkpoint import Checkpointer
 from moeplan.executor.collectives import all_gather_raw
 from moeplan.executor.data import TokenSource
-from moeplan.executor.dtypes import plan_dtypes
 from moeplan.executor.failure import STOPPED
-from moeplan.executor.guard import NamedTensors, SpikeGuard, check_finite, largest_tensor
+from moeplan.executor.guard import SpikeGuard, check_finite, largest_tensor
 from moeplan.executor.measure import PeakBytes, StepTimer, StepTrace, peak_device_bytes
 from moeplan.executor.mesh import Mesh
 from moeplan.executor.micro_batch import MicroBatch, cut_micro_batch
@@ -75,10 +74,7 @@ class Trainer:
         self.routing = RoutingControl(plan, run, mesh)
         for router in self.model.routers():
             router.control = self.routing
-        group, entries = embedding_group(plan, mesh), self.model.table.entries
-        self.optimizer = ChainedOptimizer(
-            entries, plan_dtypes(plan), run, mesh, plan.sharding, embedding_group=group, device=device
-        )
+        self.optimizer = ChainedOptimizer(plan, run, mesh, self.model, embedding_group(plan, mesh))
         self.checkpoints = Checkpointer(plan, run, mesh, self.model, self.optimizer) if run.save_folder else None
         self.spikes = SpikeGuard(run.spike_factor)
         self.current_step, self.progress = 0, 0  # what the watchdog looks at: 0 between steps, and micro-batches begun
@@ -98,7 +94,7 @@ class Trainer:
         loss_sum = self.pipeline.run(lambda index: self._micro_batch(number, index))[0] / self.plan.tokens_per_step
         # Ranks without the loss bring zero; those of a tp group all have the same one.
         losses, stops = self._gathered(loss_sum * (self.mesh.tp.index == 0), float(self.stop_requested))
-        check_finite("loss", losses, number + 1, self._named_weights(), self.mesh.world)
+        check_finite("loss", losses, number + 1, self.optimizer.named_weights(), self.mesh.world)
         squares = self.optimizer.reduce_grads()
         check_finite("gradient norm", squares, number + 1, self.optimizer.named_grads(), self.mesh.world)
         norm = math.sqrt(sum(squares))
@@ -123,9 +119,6 @@ class Trainer:
                 "look at the data of that step, lower lr, or go on from the last checkpoint with skip_spikes",
             )
         return excess
-
-    def _named_weights(self) -> NamedTensors:
-        return ((entry.pieces[0].name, entry.parameter) for entry in self.model.table.entries)
 
     def evaluate(self) -> float:
         """Loss a token on one batch of held-out sequences, the same ones each time. Changes nothing. Collective."""

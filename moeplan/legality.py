@@ -35,6 +35,7 @@ def violations(model: ModelSpec, point: Point) -> Iterator[tuple[str, str]]:
     yield from _block_violations(model, point)
     yield from _deepep_violations(model, point)
     yield from _offload_violations(point)
+    yield from _replica_violations(model, point)
 
 
 def _overlap_violations(model: ModelSpec, point: Point) -> Iterator[tuple[str, str]]:
@@ -119,6 +120,19 @@ def _deepep_violations(model: ModelSpec, point: Point) -> Iterator[tuple[str, st
     if model.hidden_size > limit:
         where = "inside a node" if inside else "across nodes"
         yield "dispatcher", f"DeepEP takes a hidden size of at most {limit} {where}, got {model.hidden_size}"
+
+
+def _replica_violations(model: ModelSpec, point: Point) -> Iterator[tuple[str, str]]:
+    """Hybrid sharding cuts dense and expert groups into as many blocks (report section 1.7)."""
+    number = point.dp_replicate
+    if number == 1:
+        return
+    if point.sharding == "none":
+        yield "dp_replicate", f"got {number} with sharding none, which replicates everything: allowed: 1"
+    if point.dp * point.cp % number:
+        yield "dp_replicate", f"{number} does not divide dp {point.dp} x cp {point.cp}"
+    if model.moe is not None and point.edp % number:
+        yield "dp_replicate", f"{number} does not divide edp {point.edp}: experts are cut into as many blocks"
 
 
 def _offload_violations(point: Point) -> Iterator[tuple[str, str]]:

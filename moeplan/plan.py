@@ -64,6 +64,9 @@ class Plan(Record):
     dispatcher: Dispatcher = "alltoall"
     flex_backend: FlexBackend = "hybridep"
     sharding: Sharding = "optimizer"
+    dp_replicate: PositiveInt = Field(
+        default=1, description="blocks of a stage's ranks with a copy each of the sharded state (HSDP)"
+    )
     grad_dtype: Literal["fp64", "fp32", "bf16"] = "fp32"
     moment_dtype: Literal["fp64", "fp32", "bf16"] = "fp32"
     overlap_grad_reduce: bool = True

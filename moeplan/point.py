@@ -62,6 +62,7 @@ class Point:
     offload_modules: tuple[OffloadModule, ...]
     offload_optimizer_states: bool
     optimizer_cpu_frac: float
+    dp_replicate: int = 1
 
     @property
     def folding(self) -> Folding:

@@ -115,12 +115,13 @@ def build_trainer(rank: int, plan: Plan, run: RunConfig) -> Trainer:
 
 
 def weights_of(trainer: Trainer) -> list[Part]:
-    """This rank's weights as parts of whole ones."""
-    return [
-        Part(piece.name, piece.source, entry.parameter.detach()[piece.target].clone().view_as(_like(piece.source)))
-        for entry in trainer.model.table.entries
-        for piece in entry.pieces
-    ]
+    """This rank's weights as parts of whole ones. Collective."""
+    with trainer.optimizer.whole_weights():
+        return [
+            Part(piece.name, piece.source, entry.parameter.detach()[piece.target].clone().view_as(_like(piece.source)))
+            for entry in trainer.model.table.entries
+            for piece in entry.pieces
+        ]
 
 
 def _like(source: tuple[slice, ...]) -> Tensor:

@@ -23,7 +23,8 @@ def test_updates_are_those_of_adamw_with_one_clip_over_both_classes() -> None:
     generator = torch.Generator().manual_seed(0)
     for _ in range(3):
         for one in trainer.optimizer.classes:
-            one.buffer.grads.normal_(generator=generator)
+            for main in one.buffer.main_grads:
+                main.add_(torch.randn(main.total.shape, generator=generator, dtype=main.total.dtype))
         for copy, entry in zip(copies, entries, strict=True):
             copy.grad = grad_of(trainer.optimizer.classes[entry.is_expert].buffer, entry.parameter).clone()
         norm = math.sqrt(sum(trainer.optimizer.reduce_grads()))
@@ -34,7 +35,7 @@ def test_updates_are_those_of_adamw_with_one_clip_over_both_classes() -> None:
         for copy, entry in zip(copies, entries, strict=True):
             # clip_grad_norm_ divides by norm + 1e-6.
             torch.testing.assert_close(entry.parameter.detach(), copy.detach(), rtol=0, atol=1e-6)
-        assert all(not one.buffer.grads.any() for one in trainer.optimizer.classes)
+        assert all(main.is_clear for one in trainer.optimizer.classes for main in one.buffer.main_grads)
 
 
 def grad_of(buffer: object, parameter: torch.Tensor) -> torch.Tensor:
@@ -52,10 +53,11 @@ def test_bf16_weights_follow_fp32_main_weights() -> None:
     assert losses[-1] < losses[0]
     for one in trainer.optimizer.classes:
         assert one.buffer.weights.dtype == torch.bfloat16
-        assert one.buffer.grads.dtype == one.main.dtype == one.first_moment.dtype == torch.float32
-        torch.testing.assert_close(one.main.bfloat16(), one.buffer.weights, rtol=0, atol=0)
+        (part,) = one.parts
+        assert one.buffer.grads.dtype == part.main.dtype == part.first.dtype == torch.float32
+        torch.testing.assert_close(part.main.bfloat16(), one.buffer.weights, rtol=0, atol=0)
         # Steps of 1e-4 are below the spacing of bf16 at most weights, yet none is lost.
-        assert not torch.equal(one.main, one.buffer.weights.float())
+        assert not torch.equal(part.main, one.buffer.weights.float())
     num_elements = sum(one.buffer.num_elements for one in trainer.optimizer.classes)
     assert trainer.optimizer.weight_bytes == 2 * num_elements
     assert trainer.optimizer.grad_bytes == 4 * num_elements

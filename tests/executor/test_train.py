@@ -31,8 +31,11 @@ def poisoned_step(rank: int, plan: Plan, run: RunConfig, poisoned_rank: int, wha
     trainer.step(0)
     if rank == poisoned_rank:
         buffer = trainer.optimizer.classes[0].buffer
-        # All weights, because the first are those of a token that does not occur; one gradient is enough.
-        (buffer.weights if what == "loss" else buffer.grads[5]).fill_(math.nan)
+        if what == "loss":  # all weights, because the first are those of a token that does not occur
+            with trainer.optimizer.whole_weights():
+                buffer.weights.fill_(math.nan)
+        else:
+            buffer.main_grads[0].add_(torch.full_like(buffer.main_grads[0].total, math.nan))
     try:
         trainer.step(1)
     except RunFailedError as error:

@@ -1,0 +1,198 @@
+"""Main weights and moments of a stretch of a flat buffer, and where they are: on the device, on the host, or moving.
+
+On a CPU device the host copies are copies like any other; only streams and pinned memory are missing.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from moeplan.executor.dtypes import Dtypes
+from moeplan.executor.flat_buffer import Span
+from moeplan.executor.scopes import scope
+from moeplan.kernels.adam import AdamOptions, AdamState, adam_
+
+
+@dataclass(frozen=True)
+class DecaySpan:
+    """Elements with one weight decay, counted from the first that the optimizer updates."""
+
+    span: Span
+    weight_decay: float
+
+
+class StatePart:
+    """Adam with decoupled weight decay over ``span``, counted from the first element updated; all on the device.
+
+    ``weights`` [elements] are what the model computes with; without main weights the updates are made in them.
+    """
+
+    def __init__(self, span: Span, weights: Tensor, dtypes: Dtypes) -> None:
+        self.span, self.weights, self.has_main = span, weights, dtypes.has_main_weights
+        self.main = weights.to(dtypes.main) if self.has_main else weights
+        self.first, self.second = (torch.zeros_like(self.main, dtype=dtypes.moment) for _ in range(2))
+        self.num_steps = torch.zeros((), device=weights.device)
+
+    @property
+    def flats(self) -> dict[str, Tensor]:
+        """Each kind of state, where its values are now."""
+        return {"weight": self.main, "first_moment": self.first, "second_moment": self.second}
+
+    @property
+    def device_bytes(self) -> int:
+        """What the states take of the device's memory while layers run."""
+        return self.main.nbytes * self.has_main + self.first.nbytes + self.second.nbytes
+
+    def fetch(self) -> None:
+        """Begin to bring here what waits on the host."""
+
+    def take_loaded(self, num_steps: int) -> None:
+        """Let the model's weights be those that were written into :attr:`flats`, after ``num_steps`` updates."""
+        self.num_steps.fill_(num_steps)
+        if self.has_main:
+            self.weights.copy_(self.flats["weight"])
+
+    def take_weights(self) -> None:
+        """Begin from what was written into the model's weights."""
+        if self.has_main:
+            self.flats["weight"].copy_(self.weights)
+
+    def step(self, grads: Tensor, decays: Sequence[DecaySpan], options: AdamOptions) -> None:
+        """One update by the gradients of everything that the optimizer updates."""
+        self.num_steps += 1
+        for span, decayed in _cut(decays, self.span, options):
+            own = span.after(self.span.start)
+            state = AdamState(
+                own.inside(self.main),
+                span.inside(grads),
+                own.inside(self.first),
+                own.inside(self.second),
+                self.num_steps,
+                own.inside(self.weights) if self.has_main else None,
+            )
+            adam_(state, decayed)
+
+
+class OffloadedPart(StatePart):
+    """States wait on the host while layers run, and come back for the step (report section 1.2)."""
+
+    def __init__(self, span: Span, weights: Tensor, dtypes: Dtypes) -> None:
+        super().__init__(span, weights, dtypes)
+        self._here = [self.main, self.first, self.second] if self.has_main else [self.first, self.second]
+        self._stream = torch.cuda.Stream(weights.device) if weights.is_cuda else None
+        self._host = [host_tensor(flat) for flat in self._here]
+        self._is_here = True
+        self._leave()
+
+    @property
+    def flats(self) -> dict[str, Tensor]:
+        """Each kind of state, where its values are now."""
+        if self._is_here:
+            return super().flats
+        if self._stream is not None:
+            self._stream.synchronize()
+        main = self._host[0] if self.has_main else self.main
+        return {"weight": main, "first_moment": self._host[-2], "second_moment": self._host[-1]}
+
+    @property
+    def device_bytes(self) -> int:
+        """None: the step itself has no activations beside it."""
+        return 0
+
+    def fetch(self) -> None:
+        """Begin to bring the states to the device."""
+        if self._is_here:
+            return
+        for flat, host in zip(self._here, self._host, strict=True):
+            flat.untyped_storage().resize_(host.nbytes)
+        self._copy(self._here, self._host)
+        self._is_here = True
+
+    def step(self, grads: Tensor, decays: Sequence[DecaySpan], options: AdamOptions) -> None:
+        """Wait for the states, update, and send them away again."""
+        self.fetch()
+        if self._stream is not None:
+            torch.cuda.current_stream(self.weights.device).wait_stream(self._stream)
+        super().step(grads, decays, options)
+        self._leave()
+
+    def _leave(self) -> None:
+        self._copy(self._host, self._here)
+        for flat in self._here:
+            if self._stream is not None:
+                flat.record_stream(self._stream)  # its memory is free for others once the copy is made
+            flat.untyped_storage().resize_(0)
+        self._is_here = False
+
+    def _copy(self, targets: list[Tensor], sources: list[Tensor]) -> None:
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self.weights.device))
+        with scope("optimizer"), torch.cuda.stream(self._stream):
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source, non_blocking=True)
+
+
+class HostPart(StatePart):
+    """Moments stay on the host and the update is made there; main weights are on both sides (report section 1.2)."""
+
+    def __init__(self, span: Span, weights: Tensor, dtypes: Dtypes) -> None:
+        super().__init__(span, weights, dtypes)
+        self._host_main = host_tensor(self.main)
+        self._host_main.copy_(self.main)
+        self._host_grads = host_tensor(self.main)
+        self.first, self.second = (host_tensor(moment).zero_() for moment in (self.first, self.second))
+        self.num_steps = torch.zeros(())
+
+    @property
+    def flats(self) -> dict[str, Tensor]:
+        """Each kind of state, on the host."""
+        return {"weight": self._host_main, "first_moment": self.first, "second_moment": self.second}
+
+    @property
+    def device_bytes(self) -> int:
+        """Main weights."""
+        return self.main.nbytes * self.has_main
+
+    def take_weights(self) -> None:
+        """Begin from what was written into the model's weights."""
+        if self.has_main:
+            self.main.copy_(self.weights)
+        self._host_main.copy_(self.main)
+
+    def take_loaded(self, num_steps: int) -> None:
+        """As :meth:`StatePart.take_loaded`."""
+        super().take_loaded(num_steps)
+        self.main.copy_(self._host_main)
+
+    def step(self, grads: Tensor, decays: Sequence[DecaySpan], options: AdamOptions) -> None:
+        """Gradients to the host, the update there, weights back."""
+        self._host_grads.copy_(self.span.inside(grads))
+        self.num_steps += 1
+        for span, decayed in _cut(decays, self.span, options):
+            own = span.after(self.span.start)
+            state = AdamState(
+                own.inside(self._host_main),
+                own.inside(self._host_grads),
+                own.inside(self.first),
+                own.inside(self.second),
+                self.num_steps,
+            )
+            adam_(state, decayed)
+        self.main.copy_(self._host_main, non_blocking=True)
+        if self.has_main:
+            self.weights.copy_(self.main)
+
+
+def host_tensor(like: Tensor) -> Tensor:
+    """Room on the host for a copy, pinned beside a GPU so that copies need not wait for each other."""
+    return torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
+
+
+def _cut(decays: Sequence[DecaySpan], part: Span, options: AdamOptions) -> Iterator[tuple[Span, AdamOptions]]:
+    """What of each span lies in a part, with the options of its update."""
+    for one in decays:
+        span = one.span.overlap(part)
+        if span.size:
+            yield span, replace(options, weight_decay=one.weight_decay)
