@@ -3,7 +3,7 @@
 import json
 import os
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -32,7 +32,10 @@ FailureKind = Literal["known", "unexpected", "lost_peer"]
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a rank ended. ``details`` is the traceback of an unexpected failure."""
+    """Why a rank ended. ``details`` is the traceback of an unexpected failure.
+
+    ``memory_bytes``: by category, of a rank that ran out of memory.
+    """
 
     rank: int
     kind: FailureKind
@@ -41,6 +44,7 @@ class Failure:
     exit_code: int
     time_s: float
     details: str = ""
+    memory_bytes: dict[str, float] = field(default_factory=dict)
 
 
 def write_failure(failure: Failure) -> bool:

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 
 import moeplan
-from moeplan.errors import InvalidInputError, MoeplanError, RunFailedError
+from moeplan.errors import InvalidInputError, MoeplanError, OutOfMemoryError, RunFailedError
 from moeplan.executor.check import check_data_file, check_export, check_resumed, check_run, check_supported, check_world
 from moeplan.executor.checkpoint_files import latest_checkpoint, read_manifest
 from moeplan.executor.failure import (
@@ -210,6 +210,8 @@ def _failure_of(folder: Path, log: str, progress: str) -> MoeplanError:
 
 
 def _raised_by(failure: Failure) -> MoeplanError:
+    if failure.memory_bytes:
+        return OutOfMemoryError(failure.message, failure.hint, failure.memory_bytes)
     kind = InvalidInputError if failure.exit_code == InvalidInputError.exit_code else RunFailedError
     details = f"\n{failure.details}" if failure.details else ""
     return kind(failure.message, failure.hint + details)

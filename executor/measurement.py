@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from moeplan.executor.measure import context_bytes, spread_frac
+from moeplan.executor.measure import PeakBytes, context_bytes, spread_frac
 from moeplan.executor.mesh import Mesh
 from moeplan.executor.train import Trainer, TrainingRecord
 from moeplan.flops import training_flops_per_token
@@ -36,12 +36,18 @@ class RankFigures:
 
 
 def measure_rank(trainer: Trainer, record: TrainingRecord, resident_before_bytes: float) -> RankFigures:
-    """This rank's times and memory. ``resident_before_bytes``: in use on a CPU before the model was built.
+    """This rank's times and memory. ``resident_before_bytes``: in use on a CPU before the model was built."""
+    memory = memory_by_category(trainer, record.peak_bytes, resident_before_bytes)
+    return RankFigures(record.step_times_s, memory, record.family_times)
+
+
+def memory_by_category(trainer: Trainer, peak: PeakBytes, resident_before_bytes: float) -> dict[MemoryCategory, float]:
+    """A rank's peak by category, activations with logits and buffers.
 
     On CUDA the sum without ``framework`` is what tensors took at their peak, and ``framework`` is the context and
     what the allocator reserved beyond that: the whole sum is what the device must have.
     """
-    optimizer, peak, device = trainer.optimizer, record.peak_bytes, trainer.device
+    optimizer, device = trainer.optimizer, trainer.device
     on_cuda = device.type == "cuda"
     state: dict[MemoryCategory, float] = {
         "weights": optimizer.weight_bytes,
@@ -52,8 +58,7 @@ def measure_rank(trainer: Trainer, record: TrainingRecord, resident_before_bytes
     framework_bytes = context_bytes(device) + reserve_bytes if on_cuda else resident_before_bytes
     live_bytes = peak.allocated if on_cuda else peak.allocated - resident_before_bytes
     activations_bytes = max(0.0, live_bytes - sum(state.values()))
-    memory: dict[MemoryCategory, float] = {**state, "framework": framework_bytes, "activations": activations_bytes}
-    return RankFigures(record.step_times_s, memory, record.family_times)
+    return {**state, "framework": framework_bytes, "activations": activations_bytes}
 
 
 def gather_figures(own: RankFigures, mesh: Mesh) -> list[RankFigures]:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from moeplan.errors import InvalidInputError, MoeplanError
+from moeplan.errors import InvalidInputError, MoeplanError, OutOfMemoryError
 from moeplan.executor.check import check_run, check_supported, check_world
 from moeplan.executor.data import open_tokens
 from moeplan.executor.determinism import make_deterministic
@@ -37,6 +37,7 @@ from moeplan.executor.failure import (
 from moeplan.executor.measure import reset_peak_resident, resident_bytes
 from moeplan.executor.measurement import gather_figures, make_figures, measure_rank
 from moeplan.executor.mesh import plan_mesh
+from moeplan.executor.out_of_memory import HINT, is_out_of_memory, memory_explained
 from moeplan.executor.step_log import StepLog
 from moeplan.executor.train import Trainer, TrainingRecord, train
 from moeplan.executor.watchdog import Watchdog, end_process
@@ -92,7 +93,7 @@ def run_rank(plan_path: Path, run_path: Path | None, out_path: Path) -> None:
         if run.resume:
             trainer.resume()
         _reset_peak(device)
-        record = _train(trainer, rank)
+        record = _train(trainer, rank, resident_before_bytes)
         ranks = gather_figures(measure_rank(trainer, record, resident_before_bytes), mesh)
         if run.export_hf:
             export_hf(plan, mesh, trainer.model, Path(run.export_hf))
@@ -104,10 +105,10 @@ def run_rank(plan_path: Path, run_path: Path | None, out_path: Path) -> None:
         dist.destroy_process_group()
 
 
-def _train(trainer: Trainer, rank: int) -> TrainingRecord:
+def _train(trainer: Trainer, rank: int, resident_before_bytes: float) -> TrainingRecord:
     """All steps; rank 0 reports them, and writes the log where the run asks for one."""
     folder = trainer.run.log_folder
-    with _watchdog(trainer, rank):
+    with _watchdog(trainer, rank), memory_explained(rank, trainer, resident_before_bytes):
         if rank > 0 or not folder:
             return train(trainer, _report if rank == 0 else _ignore)
         log = StepLog(Path(folder), trainer.first_step)
@@ -189,10 +190,12 @@ def _ignore(line: str) -> None:
 def _describe(error: Exception, rank: int) -> Failure:
     kind: FailureKind = "known"
     details, exit_code = "", 1
+    memory_bytes: dict[str, float] = {}
     if isinstance(error, MoeplanError):
         message, hint, exit_code = error.message, error.hint, error.exit_code
-    elif isinstance(error, torch.OutOfMemoryError | MemoryError) or "not enough memory" in str(error):
-        message, hint = f"rank {rank} ran out of memory", "lower mbs or seq_len, or add recompute"
+        memory_bytes = error.memory_bytes if isinstance(error, OutOfMemoryError) else {}
+    elif is_out_of_memory(error):
+        message, hint = f"rank {rank} ran out of memory before the first step", HINT
     else:
         first_line = (str(error).splitlines() or [""])[0]
         is_lost = is_lost_peer(error)
@@ -200,7 +203,7 @@ def _describe(error: Exception, rank: int) -> Failure:
         message = f"rank {rank} {'lost another rank' if is_lost else 'failed'}: {type(error).__name__}: {first_line}"
         hint = "look for the rank that ended first" if is_lost else "this is a fault of moeplan; please report it"
         details = "" if is_lost else traceback.format_exc()
-    return Failure(rank, kind, message, hint, exit_code, now_s(), details)
+    return Failure(rank, kind, message, hint, exit_code, now_s(), details, memory_bytes)
 
 
 def _end_with_parents(parent: int) -> None:

@@ -42,6 +42,14 @@ class RunFailedError(MoeplanError):
     exit_code = 1
 
 
+class OutOfMemoryError(RunFailedError):
+    """A rank had no more memory. ``memory_bytes``: what it needed at least, by category; empty where nobody knows."""
+
+    def __init__(self, message: str, hint: str = "", memory_bytes: dict[str, float] | None = None) -> None:
+        super().__init__(message, hint)
+        self.memory_bytes = memory_bytes or {}
+
+
 def nearest_names(name: str, known: Iterable[str]) -> str:
     """A hint naming the known names most like ``name``, or all of them when none is near."""
     names = sorted(known)

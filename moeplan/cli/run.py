@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from moeplan.cli.inputs import load_machine, load_plan
+from moeplan.cli.out_of_memory import explained
 from moeplan.comparison import compare
-from moeplan.errors import InvalidInputError, ToleranceError
+from moeplan.errors import InvalidInputError, OutOfMemoryError, ToleranceError
 from moeplan.files import check_writable, read_json, toml_text, validate, write_text_atomically
 from moeplan.flops import training_flops_per_token
 from moeplan.plan import Plan
@@ -52,7 +53,10 @@ def run_plan(path: Path, options: RunOptions) -> None:
     if options.dry_run:
         print_prediction(plan, profile, predicted)
         return
-    measured = _train(plan, run_config, options)
+    try:
+        measured = _train(plan, run_config, options)
+    except OutOfMemoryError as error:
+        raise explained(error, plan, profile, stack, options.out) from None
     if measured is None:
         return
     comparison = compare(predicted, measured, options.tolerances)
