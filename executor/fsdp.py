@@ -25,7 +25,7 @@ class ShardedBuffer(FlatBuffer):
         super().__init__(entries, dtypes, copies, is_sharded=True)
         self.part_weights = self.own.inside(self.weights).clone()
         self.part_grads = torch.zeros_like(self.own.inside(self.grads))
-        self.is_whole, self.has_grads = True, True
+        self.is_whole, self.has_grads, self.num_users = True, True, 1
         self.release()
         self._free_grads()
 
@@ -57,13 +57,15 @@ class ShardedBuffer(FlatBuffer):
         self.is_whole = True
 
     def gather(self) -> None:
-        """Make the weights whole."""
+        """Make the weights whole for one user more."""
+        self.num_users += 1
         self.prefetch()
         self.finish_gather()
 
     def release(self) -> None:
-        """Keep this rank's part of the weights alone."""
-        if self.is_whole:
+        """A user is done; after the last one this rank keeps its part of the weights alone."""
+        self.num_users -= 1
+        if self.is_whole and self.num_users == 0:
             self.finish_gather()
             _resize(self.weights, 0)
             self.is_whole = False

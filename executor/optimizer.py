@@ -111,11 +111,11 @@ class ChainedOptimizer:
     ) -> None:
         self.plan, self.max_norm, self.world, self.device = plan, run.clip_grad_norm, mesh.world, model.table.device
         is_full, is_early = plan.sharding == "full", plan.overlap_grad_reduce or plan.overlap_param_gather
-        apart = (is_early or is_full) and self.device.type == "cuda"
+        # Apart from what layers exchange: on NCCL it would queue behind that, and overlapped exchanges have a thread.
+        apart = plan.ep_overlap or ((is_early or is_full) and self.device.type == "cuda")
         dense, expert = build_copies(mesh, plan.dp_replicate, embedding_group, apart=apart)
         has_copies = max(one.shard.size * one.replica.size for one in (dense, expert)) > 1
-        # Under ep_overlap layers do not run one after the other: everything is reduced and gathered at once.
-        by_layer = has_copies and (is_full or (is_early and not plan.ep_overlap))
+        by_layer = has_copies and (is_full or is_early)
         dtypes = plan_dtypes(plan)
         self.classes = [
             ClassOptimizer(unit, _buffer(unit, dtypes, plan, expert if unit.is_expert else dense), plan, run)
@@ -143,7 +143,7 @@ class ChainedOptimizer:
         for one in self.classes:
             one.update(lr, clip)
         if not self._gathers_late:
-            self._finish_gathers()
+            self.finish_gathers()
 
     def drop_grads(self) -> None:
         """Leave this step's update out."""
@@ -154,9 +154,10 @@ class ChainedOptimizer:
         """As :meth:`ClassOptimizer.take_loaded`, for all."""
         for one in self.classes:
             one.take_loaded(num_steps)
-        self._finish_gathers()
+        self.finish_gathers()
 
-    def _finish_gathers(self) -> None:
+    def finish_gathers(self) -> None:
+        """Let parameters hold the weights of the last update, which else arrive beside the next forward."""
         for one in self.classes:
             one.buffer.finish_gather()
 
@@ -166,7 +167,7 @@ class ChainedOptimizer:
 
         ``writes``: what is written there is kept, the same on all copies.
         """
-        self._finish_gathers()
+        self.finish_gathers()
         sharded = [one.buffer for one in self.classes if isinstance(one.buffer, ShardedBuffer)]
         for buffer in sharded:
             buffer.gather()

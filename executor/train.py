@@ -178,6 +178,7 @@ def train(trainer: Trainer, report: Progress, log: StepLog | None = None) -> Tra
         _validate(trainer, run.steps, record, report, log)
     if trainer.checkpoints is not None:
         trainer.checkpoints.wait()
+    trainer.optimizer.finish_gathers()
     return record
 
 

@@ -109,7 +109,12 @@ class FullShardingHooks:
         module.register_forward_hook(self._after)
 
     def _before(self, _module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-        self._gather(self.before if _is_backward() else self.after)
+        if _is_backward():  # made again: what it is made for holds the weights
+            self._prefetch((*self.buffers, *self.before))
+            for buffer in self.buffers:
+                buffer.finish_gather()
+        else:
+            self._gather(self.after)
         return _marked(self._done, inputs) if torch.is_grad_enabled() else None
 
     def _after(self, _module: nn.Module, _inputs: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
@@ -120,7 +125,10 @@ class FullShardingHooks:
     def _gather(self, next_buffers: Sequence[ShardedBuffer]) -> None:
         for buffer in self.buffers:
             buffer.gather()
-        for buffer in next_buffers:
+        self._prefetch(next_buffers)
+
+    def _prefetch(self, buffers: Sequence[ShardedBuffer]) -> None:
+        for buffer in buffers:
             buffer.prefetch()
 
     def _release(self) -> None:
@@ -178,6 +186,8 @@ def attach_hooks(model: Transformer, buffers: Sequence[tuple[Unit, FlatBuffer]],
     for unit, buffer in buffers:
         for module in unit.modules:
             used[id(module)].append(buffer)
+    # Delayed weight gradients are not there yet when backward leaves their layer.
+    reduces_early = plan.overlap_grad_reduce and not plan.delay_wgrad
     queue = ReductionQueue(is_beside=plan.overlap_grad_reduce)
     for stage in model.stages:
         layers = stage_layers(cast("ModelStage", stage))
@@ -186,7 +196,7 @@ def attach_hooks(model: Transformer, buffers: Sequence[tuple[Unit, FlatBuffer]],
             continue
         StepEndHooks(used[id(stage)], plan.num_micro_batches, reduces_early=False).attach(stage)
         for layer in layers:
-            StepEndHooks(used[id(layer)], plan.num_micro_batches, reduces_early=plan.overlap_grad_reduce).attach(layer)
+            StepEndHooks(used[id(layer)], plan.num_micro_batches, reduces_early=reduces_early).attach(layer)
 
 
 def _attach_full(
