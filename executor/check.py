@@ -13,7 +13,7 @@ from moeplan.run_config import RunConfig
 
 # Fields that Megatron executes and the native executor does not.
 _DEFAULT_ONLY = (
-    "cp_comm", "cp_a2a_size", "packed_lengths", "ep_overlap", "delay_wgrad", "shared_expert_overlap",
+    "cp_comm", "cp_a2a_size", "packed_lengths",
     "cuda_graph", "fused_grouped_mlp", "permute_fusion", "router_fusion", "fp8_primary_weights", "fp8_attention",
     "tp_comm_overlap", "offload_optimizer_states", "optimizer_cpu_frac",
 )  # fmt: skip
@@ -40,6 +40,9 @@ def _plan_limits(plan: Plan) -> Iterator[tuple[str, object, str, str]]:
         yield "dispatch_sms", plan.dispatch_sms, "0, but for the libraries of flex", "leave dispatch_sms out"
     if plan.sharding == "full":
         yield "sharding", plan.sharding, "none and optimizer", "set sharding = 'optimizer'"
+    if plan.ep_overlap and plan.sharding == "full":
+        # A forward would let go of the weights that a backward beside it is using.
+        yield "ep_overlap", "true with sharding full", "it with other shardings", "set sharding = 'optimizer'"
     for key in _DEFAULT_ONLY:
         got, default = getattr(plan, key), Plan.model_fields[key].default
         if got != default:

@@ -15,6 +15,9 @@ assert MOE is not None
 @pytest.mark.parametrize("model", [GQA_MODEL, MLA_MODEL])
 def test_what_the_executor_runs_passes(model: ModelSpec) -> None:
     check_supported(tiny_plan(model, 4, tp=2, etp=2, ep=2))
+    if model.moe is not None and model.moe.shared_ffn_size:
+        check_supported(tiny_plan(model, 4, ep=2, shared_expert_overlap=True))
+    check_supported(tiny_plan(model, 4, ep=2, ep_overlap=True, delay_wgrad=True))
 
 
 @pytest.mark.parametrize(

@@ -81,10 +81,10 @@ REST: dict[str, tuple[int, str, dict[str, Any]]] = {
         "mla",
         {"ep": 2, "shared_expert_overlap": True, "recompute": ("layernorm",)},
     ),
-    "pp4 vp2, ep2": (
+    "pp2 vp3, ep4": (
         8,
         "gqa",
-        {"pp": 4, "vp": 2, "ep": 2, "layout": "E|t|t|t||t|m|L", "ep_overlap": True, "delay_wgrad": True},
+        {"pp": 2, "vp": 3, "ep": 4, "layout": "E|tt|t|t|m|L", "ep_overlap": True, "delay_wgrad": True, "mbs": 1},
     ),
     "pp2 vp2 tp2, etp1 ep4": (
         8,
