@@ -131,6 +131,8 @@ class Offloader:
             tensor.untyped_storage().nbytes() >= MIN_BYTES
             and tensor.device == self.buffers.device
             and storage_key(tensor) not in self._persistent
+            # Under full sharding storages of weights come and go.
+            and not any(isinstance(one, nn.Parameter) for one in (tensor, tensor._base))
         )
 
     def _restored(self, group: _Group, parked: ParkedStorage, *place: Any) -> Tensor:

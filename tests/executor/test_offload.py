@@ -157,6 +157,7 @@ def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pools]:
         {"pp": 2, "offload_layers": 2},
         {"tp": 2, "ep": 2, "offload_modules": MODULES, "recompute": ("layernorm", "moe_act")},
         {"cp": 2, "cp_comm": "all_gather", "offload_modules": ("core_attn", "attn_proj")},
+        {"sharding": "full", "offload_layers": 2, "offload_modules": ("expert_fc1",)},
     ],
 )
 def test_folded_with_offload_equals_alone_without(pools: Pools, changes: dict[str, Any]) -> None:
