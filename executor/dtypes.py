@@ -24,7 +24,7 @@ class Dtypes:
 def plan_dtypes(plan: Plan) -> Dtypes:
     """Types of a plan that :func:`moeplan.executor.check.check_supported` accepts; fp64 keeps everything in fp64."""
     precision = PRECISIONS[plan.precision]
-    param = TORCH_DTYPES[plan.precision]
+    param = TORCH_DTYPES.get(plan.precision, torch.bfloat16)  # what is quantized has a bf16 copy
     if param == torch.float64:
         return Dtypes(param, param, param, param, has_main_weights=False)
     grad, moment = TORCH_DTYPES[plan.grad_dtype], TORCH_DTYPES[plan.moment_dtype]

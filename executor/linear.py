@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from moeplan.executor.collectives import all_gather_raw, reduce_scatter_raw, scatter_rows
 from moeplan.executor.mesh import Group
+from moeplan.executor.quantized import quantized_linear, quantized_of
 from moeplan.executor.scopes import scope
 from moeplan.kernels.main_grad import MainGrad, main_grad_of
 from moeplan.kernels.weight_grad import add_weight_grad_
@@ -79,6 +80,8 @@ class _ColumnLinear(Function):
 
 def column_linear(x_LI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, group: Group) -> Tensor:
     """y_TO: every token of the group times this rank's rows of the weight."""
+    if quantized_of(weight_OI) is not None:
+        return quantized_linear(x_LI, weight_OI, bias_O, group)
     if group.size == 1:
         return local_linear(x_LI, weight_OI, bias_O)
     return cast("Tensor", _ColumnLinear.apply(x_LI, weight_OI, bias_O, group))
@@ -92,6 +95,8 @@ def row_linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, group: Gr
 
 def local_linear(x_LI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """Tokens [L, I] times a weight that needs no communication."""
+    if quantized_of(weight_OI) is not None:
+        return quantized_linear(x_LI, weight_OI, bias_O)
     with scope("dense_gemm"):
         return cast("Tensor", _Linear.apply(x_LI, weight_OI, bias_O))
 

@@ -115,8 +115,11 @@ def _amax_of_rows(amax_B: Tensor, rows: int) -> Tensor:
 
 
 def _inverse(amax: Tensor, largest: float) -> Tensor:
-    """What numbers are multiplied by before they are stored; 1 where all are zero."""
-    return torch.where(amax > SMALLEST, largest / amax.clamp(min=SMALLEST), 1.0)
+    """What numbers are multiplied by before they are stored; 1 where all are zero.
+
+    A number over a tensor would be its reciprocal times the number: one rounding too many, which moves ties.
+    """
+    return torch.where(amax > SMALLEST, torch.full_like(amax, largest) / amax.clamp(min=SMALLEST), 1.0)
 
 
 def _above(scale: Tensor, x: Tensor) -> Tensor:
