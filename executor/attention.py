@@ -53,14 +53,14 @@ def core_attention(
 
     ``sinks_N``: a score of each head that takes part in its softmax and brings no value.
     """
-    if mask_SS is None and q_BSND.device.type == "cpu" and q_BSND.shape[3] != v_BSMD.shape[3]:
-        return RingAttention(_ALONE)(q_BSND, k_BSMD, v_BSMD, sinks_N)  # torch would keep all scores
+    # Where torch's kernels for CPUs would keep all scores or the mask, and for sinks, which its kernels do not know.
+    is_odd = q_BSND.device.type == "cpu" and (mask_SS is not None or q_BSND.shape[3] != v_BSMD.shape[3])
+    if is_odd or (sinks_N is not None and mask_SS is None):
+        return RingAttention(_ALONE, mask_SS)(q_BSND, k_BSMD, v_BSMD, sinks_N)
     grouped, scale = q_BSND.shape[2] != k_BSMD.shape[2], q_BSND.shape[3] ** -0.5
-    if sinks_N is not None:
+    if sinks_N is not None and mask_SS is not None:
         q_BSND, k_BSMD, v_BSMD = with_sink_key(q_BSND, k_BSMD, v_BSMD, sinks_N, scale)
-        # A query before all others keeps the causal mask square.
-        q_BSND = F.pad(q_BSND, (0, 0, 0, 0, 1, 0))
-        mask_SS = None if mask_SS is None else F.pad(mask_SS, (1, 0, 1, 0), value=True)
+        mask_SS = F.pad(mask_SS, (1, 0), value=True)
     with scope("attention"), attention_backends(q_BSND.device):
         out_BNSD = F.scaled_dot_product_attention(
             q_BSND.transpose(1, 2),
@@ -71,8 +71,7 @@ def core_attention(
             scale=scale,
             enable_gqa=grouped,
         )
-    out_BSND = out_BNSD.transpose(1, 2)
-    return out_BSND if sinks_N is None else out_BSND[:, 1:]
+    return out_BNSD.transpose(1, 2)
 
 
 def window_mask(seq_len: int, window: int, device: torch.device) -> Tensor | None:

@@ -16,14 +16,20 @@ from moeplan.executor.dtypes import at_least_fp32
 Gradients = tuple[Tensor, Tensor, Tensor]
 
 
-def block_forward(q_BNQD: Tensor, k_BMKD: Tensor, v_BMKD: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
-    """Attention to these keys alone, and the log [B, N, Q] of its denominators. ``causal``: query i sees keys to i."""
+def block_forward(
+    q_BNQD: Tensor, k_BMKD: Tensor, v_BMKD: Tensor, mask_QK: Tensor | None = None, *, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Attention to these keys alone, and the log [B, N, Q] of its denominators. ``causal``: query i sees keys to i.
+
+    ``mask_QK`` (true: seen) narrows that where no flash kernel runs.
+    """
     k_BNKD, v_BNKD = (_for_all_heads(x, q_BNQD.shape[1]) for x in (k_BMKD, v_BMKD))
     if not _has_flash(q_BNQD):
         q_BNQD, k_BNKD, v_BNKD = (x.to(at_least_fp32(x.dtype)) for x in (q_BNQD, k_BNKD, v_BNKD))
-        scores_BNQK = _scores(q_BNQD, k_BNKD, causal=causal)
+        scores_BNQK = _scores(q_BNQD, k_BNKD, _hidden(q_BNQD, k_BNKD, mask_QK, causal=causal))
         lse_BNQ = scores_BNQK.logsumexp(-1)
         return (scores_BNQK - lse_BNQ[..., None]).exp() @ v_BNKD, lse_BNQ
+    assert mask_QK is None
     width, scale = v_BNKD.shape[3], q_BNQD.shape[3] ** -0.5
     padded = (_padded(x, q_BNQD.shape[3]) for x in (q_BNQD, k_BNKD, v_BNKD))
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention(*padded, 0.0, causal, False, scale=scale)[:2]  # noqa: SLF001 - torch's only door to the log-sum-exp
@@ -31,7 +37,13 @@ def block_forward(q_BNQD: Tensor, k_BMKD: Tensor, v_BMKD: Tensor, *, causal: boo
 
 
 def block_backward(
-    grad_BNQD: Tensor, inputs: tuple[Tensor, Tensor, Tensor], out_BNQD: Tensor, lse_BNQ: Tensor, *, causal: bool
+    grad_BNQD: Tensor,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    out_BNQD: Tensor,
+    lse_BNQ: Tensor,
+    mask_QK: Tensor | None = None,
+    *,
+    causal: bool,
 ) -> Gradients:
     """This block's part of the gradients of queries, keys and values (``inputs``).
 
@@ -40,16 +52,24 @@ def block_backward(
     q_BNQD, k_BMKD, v_BMKD = inputs
     num_kv_heads = k_BMKD.shape[1]
     k_BNKD, v_BNKD = (_for_all_heads(x, q_BNQD.shape[1]) for x in (k_BMKD, v_BMKD))
-    backward = _flash_backward if _has_flash(q_BNQD) else _plain_backward
-    grad_q, grad_k, grad_v = backward(grad_BNQD, (q_BNQD, k_BNKD, v_BNKD), out_BNQD, lse_BNQ, causal=causal)
+    whole = (q_BNQD, k_BNKD, v_BNKD)
+    if _has_flash(q_BNQD):
+        grad_q, grad_k, grad_v = _flash_backward(grad_BNQD, whole, out_BNQD, lse_BNQ, causal=causal)
+    else:
+        hidden = _hidden(q_BNQD, k_BNKD, mask_QK, causal=causal)
+        grad_q, grad_k, grad_v = _plain_backward(grad_BNQD, whole, out_BNQD, lse_BNQ, hidden)
     return grad_q, _of_shared_heads(grad_k, num_kv_heads), _of_shared_heads(grad_v, num_kv_heads)
 
 
 def _plain_backward(
-    grad_BNQD: Tensor, inputs: tuple[Tensor, Tensor, Tensor], out_BNQD: Tensor, lse_BNQ: Tensor, *, causal: bool
+    grad_BNQD: Tensor,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    out_BNQD: Tensor,
+    lse_BNQ: Tensor,
+    hidden_QK: Tensor | None,
 ) -> Gradients:
     grad_BNQD, q_BNQD, k_BNKD, v_BNKD = (x.to(lse_BNQ.dtype) for x in (grad_BNQD, *inputs))
-    probs_BNQK = (_scores(q_BNQD, k_BNKD, causal=causal) - lse_BNQ[..., None]).exp()
+    probs_BNQK = (_scores(q_BNQD, k_BNKD, hidden_QK) - lse_BNQ[..., None]).exp()
     rest_BNQ1 = (grad_BNQD * out_BNQD).sum(-1, keepdim=True)
     grad_scores = probs_BNQK * (grad_BNQD @ v_BNKD.transpose(2, 3) - rest_BNQ1) / math.sqrt(q_BNQD.shape[3])
     return grad_scores @ k_BNKD, grad_scores.transpose(2, 3) @ q_BNQD, probs_BNQK.transpose(2, 3) @ grad_BNQD
@@ -72,12 +92,17 @@ def _has_flash(q_BNQD: Tensor) -> bool:
     return q_BNQD.is_cuda and q_BNQD.dtype in (torch.bfloat16, torch.float16)
 
 
-def _scores(q_BNQD: Tensor, k_BNKD: Tensor, *, causal: bool) -> Tensor:
+def _hidden(q_BNQD: Tensor, k_BNKD: Tensor, mask_QK: Tensor | None, *, causal: bool) -> Tensor | None:
+    """Which keys each query does not see [Q, K]; None where it sees all."""
+    if mask_QK is not None:
+        return ~mask_QK
+    shape = (q_BNQD.shape[2], k_BNKD.shape[2])
+    return torch.ones(shape, dtype=torch.bool, device=q_BNQD.device).triu(1) if causal else None
+
+
+def _scores(q_BNQD: Tensor, k_BNKD: Tensor, hidden_QK: Tensor | None) -> Tensor:
     scores_BNQK = q_BNQD @ k_BNKD.transpose(2, 3) / math.sqrt(q_BNQD.shape[3])
-    if not causal:
-        return scores_BNQK
-    hidden_QK = torch.ones(scores_BNQK.shape[2:], dtype=torch.bool, device=scores_BNQK.device).triu(1)
-    return scores_BNQK.masked_fill(hidden_QK, -torch.inf)
+    return scores_BNQK if hidden_QK is None else scores_BNQK.masked_fill(hidden_QK, -torch.inf)
 
 
 def _padded(x: Tensor, width: int) -> Tensor:

@@ -59,8 +59,9 @@ def _parts(index: int, source: int, num_positions: int) -> tuple[slice, slice, b
 class _RingAttention(Function):
     @staticmethod
     def forward(  # noqa: PLR0917 - autograd passes by position
-        ctx: Any, q_BNCD: Tensor, k_BMCD: Tensor, v_BMCD: Tensor, sinks_N: Tensor | None, group: Group
-    ) -> Tensor:
+        ctx: Any, q_BNCD: Tensor, k_BMCD: Tensor, v_BMCD: Tensor, sinks_N: Tensor | None, group: Group,
+        mask_CC: Tensor | None,
+    ) -> Tensor:  # fmt: skip
         widths = [k_BMCD.shape[3], v_BMCD.shape[3]]
         both = torch.cat([k_BMCD, v_BMCD], 3)
         dtype = at_least_fp32(q_BNCD.dtype)
@@ -72,14 +73,14 @@ class _RingAttention(Function):
             queries, keys, causal = _parts(group.index, (group.index - step) % group.size, q_BNCD.shape[2])
             k_part, v_part = both[:, :, keys].split(widths, 3)
             with scope("attention"):
-                part_out, part_lse = block_forward(q_BNCD[:, :, queries], k_part, v_part, causal=causal)
+                part_out, part_lse = block_forward(q_BNCD[:, :, queries], k_part, v_part, mask_CC, causal=causal)
                 _merge(out[:, :, queries], lse[:, :, queries], part_out, part_lse)
             if passing is not None:
                 both = passing.received()
         if sinks_N is not None:
             _merge(out, lse, torch.zeros_like(out[:, :, :1]), sinks_N.to(dtype)[:, None].expand_as(lse))
         result = out.to(q_BNCD.dtype)
-        ctx.group = group
+        ctx.group, ctx.mask_CC = group, mask_CC
         ctx.save_for_backward(q_BNCD, k_BMCD, v_BMCD, result, lse, sinks_N)
         return result
 
@@ -100,6 +101,7 @@ class _RingAttention(Function):
                     (q_BNCD[:, :, queries], k_part, v_part),
                     out_BNCD[:, :, queries],
                     lse_BNC[:, :, queries],
+                    ctx.mask_CC,
                     causal=causal,
                 )
                 grad_q[:, :, queries] += part_q
@@ -114,7 +116,7 @@ class _RingAttention(Function):
             # A sink of probability p and value 0: its score's gradient is -p times that of the output along itself.
             along_BNC = torch.linalg.vecdot(grads[0].to(lse_BNC.dtype), out_BNCD.to(lse_BNC.dtype))
             grad_sinks_N = -((sinks_N[:, None] - lse_BNC).exp() * along_BNC).sum((0, 2)).to(sinks_N.dtype)
-        return grad_q.to(q_BNCD.dtype), grad_k, grad_v, grad_sinks_N, None
+        return grad_q.to(q_BNCD.dtype), grad_k, grad_v, grad_sinks_N, None, None
 
 
 def _merge(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
@@ -127,13 +129,14 @@ def _merge(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None
 class RingAttention:
     """Causal attention of this rank's queries to the keys and values of all ranks.
 
-    Alone it is attention that keeps no scores, for widths and devices where torch has no such kernel.
+    Alone it is attention that keeps no scores, for widths and devices where torch has no such kernel. ``mask_CC``
+    (true: seen) then narrows it to a window, where no flash kernel runs.
     """
 
-    def __init__(self, group: Group) -> None:
-        self.group = group
+    def __init__(self, group: Group, mask_CC: Tensor | None = None) -> None:
+        self.group, self.mask_CC = group, mask_CC
 
     def __call__(self, q_BCND: Tensor, k_BCMD: Tensor, v_BCMD: Tensor, sinks_N: Tensor | None = None) -> Tensor:
         """out_BCND."""
         inputs = (x.transpose(1, 2) for x in (q_BCND, k_BCMD, v_BCMD))
-        return cast("Tensor", _RingAttention.apply(*inputs, sinks_N, self.group)).transpose(1, 2)
+        return cast("Tensor", _RingAttention.apply(*inputs, sinks_N, self.group, self.mask_CC)).transpose(1, 2)
