@@ -15,9 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moeplan.executor.flat_buffer import Span
 from moeplan.executor.mesh import Mesh
 from moeplan.executor.model import Transformer
-from moeplan.executor.tensor_slices import TensorSlice
+from moeplan.executor.optimizer import ChainedOptimizer
+from moeplan.executor.tensor_slices import TensorSlice, buffer_slices
 from moeplan.files import write_bytes_atomically, write_text_atomically
 from moeplan.hf_export import hf_config_of
 from moeplan.hf_folder import INDEX, SINGLE
@@ -71,6 +73,15 @@ def export_hf(
         if tensor is not None:
             writer.add(name, tensor)
     writer.finish(config)
+
+
+def sharded_weights(optimizer: ChainedOptimizer) -> Iterator[TensorSlice]:
+    """The parts of weights that this rank updates, which under full sharding are all that it holds."""
+    for one in optimizer.classes:
+        updated, buffer = one.buffer.updated, one.buffer
+        yield from buffer_slices(
+            buffer, updated.overlap(Span(0, buffer.num_elements)), buffer.updated_weights, updated.start
+        )
 
 
 def _parameter_slices(model: Transformer) -> Iterator[TensorSlice]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moeplan.errors import InvalidInputError
 from moeplan.executor.check import check_export
-from moeplan.executor.export_hf import export_hf, write_part
+from moeplan.executor.export_hf import export_hf, sharded_weights, write_part
 from moeplan.executor.mesh import build_mesh
 from moeplan.executor.model import Transformer
 from moeplan.hf_layout import checkpoint_places
@@ -19,7 +19,7 @@ from moeplan.model_spec import GqaAttention, MlaAttention, ModelSpec, Moe, Route
 from moeplan.plan import Plan
 from moeplan.presets import load_model
 from moeplan.run_config import RunConfig
-from tests.executor.cases import MLA_MODEL, tiny_plan
+from tests.executor.cases import MLA_MODEL, build_trainer, tiny_plan
 from tests.executor.gloo_pool import GlooPool, gloo_pool
 
 QWEN = ModelSpec(
@@ -59,6 +59,12 @@ def export(rank: int, plan: Plan, folder: str) -> None:
     export_hf(plan, mesh, model, Path(folder), max_file_bytes=20_000)
 
 
+def export_sharded(rank: int, plan: Plan, folder: str) -> None:
+    trainer = build_trainer(rank, plan, RunConfig(seed=7))
+    weights = sharded_weights(trainer.optimizer)
+    export_hf(plan, trainer.mesh, trainer.model, Path(folder), weights=weights, max_file_bytes=20_000)
+
+
 def read(folder: Path) -> dict[str, Tensor]:
     """Weights by the folder's own index."""
     from safetensors.torch import load_file
@@ -84,6 +90,17 @@ def test_every_folding_exports_the_same_files(model: ModelSpec, pool: GlooPool, 
         for name, weight in got.items():
             torch.testing.assert_close(weight, expected[name], rtol=0, atol=0, msg=name)
         assert (folder / "config.json").read_text() == (tmp_path / "one" / "config.json").read_text()
+
+
+@pytest.mark.parametrize("model", [QWEN, DEEPSEEK], ids=["qwen", "deepseek"])
+def test_fully_sharded_weights_are_exported_from_where_they_lie(
+    model: ModelSpec, pool: GlooPool, tmp_path: Path
+) -> None:
+    export(0, tiny_plan(model, 1, precision="fp32"), str(tmp_path / "one"))
+    pool.run(export_sharded, tiny_plan(model, 2, precision="fp32", sharding="full"), str(tmp_path / "two"))
+    got = read(tmp_path / "two")
+    for name, weight in read(tmp_path / "one").items():
+        torch.testing.assert_close(got[name], weight, rtol=0, atol=0, msg=name)
 
 
 def test_experts_are_transposed_and_files_are_small(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from moeplan.model_spec import GqaAttention, ModelSpec
 from moeplan.plan import Plan
 from moeplan.run_config import RunConfig
 from moeplan.weights import weight_shapes
-from tests.executor.cases import tiny_plan
+from tests.executor.cases import build_trainer, tiny_plan
 from tests.executor.gloo_pool import GlooPool, gloo_pool
 from tests.executor.hf_models import MODELS, model, of_family
 
@@ -127,6 +127,21 @@ def test_every_folding_reads_its_parts(
             torch.testing.assert_close(values, whole[name][source], rtol=0, atol=0, msg=name)
             seen.add(name)
     assert seen == whole.keys()
+
+
+def import_sharded(rank: int, plan: Plan, run: RunConfig) -> Parts:
+    """The same of a rank that keeps parts of its parameters alone."""
+    trainer = build_trainer(rank, plan, run)
+    with trainer.optimizer.whole_weights():
+        return parts_of(trainer.model)
+
+
+def test_fully_sharded_parameters_are_read_when_they_are_given_room(pool: GlooPool, tmp_path: Path) -> None:
+    whole = {name: values for name, _, values in parts_of(save(WITH_MTP, tmp_path))}
+    plan = tiny_plan(WITH_MTP, 4, precision="fp32", ep=2, sharding="full")
+    for parts in pool.run(import_sharded, plan, RunConfig(init_from=str(tmp_path))):
+        for name, source, values in parts:
+            torch.testing.assert_close(values, whole[name][source], rtol=0, atol=0, msg=name)
 
 
 def test_mtp_depths_may_be_left_out(tmp_path: Path) -> None:
