@@ -51,6 +51,8 @@ def _overlap_violations(model: ModelSpec, point: Point) -> Iterator[tuple[str, s
         return
     if point.ep == 1:
         yield "ep_overlap", "needs ep > 1"
+    if point.dispatcher == "allgather":
+        yield "ep_overlap", "needs dispatcher alltoall or flex, got allgather"
     if point.pp > 1 and point.vp == 1:
         yield "ep_overlap", f"needs virtual stages under pp {point.pp}: vp > 1"
     if point.sharding == "full" and point.vp > 1:

@@ -143,7 +143,8 @@ def _dispatchers(request: SearchRequest) -> tuple[str, ...]:
         "allgather",
         "torch",
     }  # those of collectives
-    known = tuple(name for name in request.stack.dispatchers if name in rated)
+    optional = request.stack.optional_dispatchers if "flex_backend" in request.fixed else ()
+    known = tuple(name for name in (*request.stack.dispatchers, *optional) if name in rated)
     if request.model.moe is None:
         return ("alltoall",)  # no expert exchange: the field has no effect
     wanted = tuple(

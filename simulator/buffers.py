@@ -4,7 +4,7 @@ Rules, within 2 % of the peaks allocated that SimuMax published for B200 (tests/
 - weight gradients, in the compute type beside the main gradients. Fused accumulation keeps a placeholder of each weight
   shape allocated (``expert_weight_gradients = "one"``); plain autograd makes one matrix's at a time (``"local"``: the
   experts of a rank are one matrix); GEMMs that add to the main gradients leave none (``"none"``);
-- dispatcher: rows to send and rows received of one layer, top_k rows a token each;
+- dispatcher: rows to send and rows received of one layer, top_k a token each (allgather: every rank's tokens);
 - working set: input and output gradients of the operation with the largest ones;
 - recompute: what one layer makes again before its backward;
 - gathered weights, under full sharding: the layer that runs and the next one, with their gradients.
@@ -45,7 +45,9 @@ def buffer_bytes(
     sizes = _sizes(model, point.seq_len, point.etp, stack.fused_attention)
     head = element_bytes * -(-model.vocab_size // point.tp) * model.hidden_size if loss_bytes else 0.0
     placeholders, largest = _weight_gradient_elements(model, kinds, point.tp, point.etp, point.ep)
-    rows = 2 * sizes.top_k * sizes.hidden * token_bytes if "moe" in kinds and point.ep * point.etp > 1 else 0.0
+    num_ranks = point.ep * point.etp if "moe" in kinds else 1
+    copies = sizes.top_k + (num_ranks if point.dispatcher == "allgather" else sizes.top_k)
+    rows = copies * sizes.hidden * token_bytes if num_ranks > 1 else 0.0
     # Gathered keys and values of all ranks, and their gradients before they are summed.
     num_keys = 2 * point.cp if point.cp_comm == "all_gather" and point.cp > 1 else 1
     working = max((_gradient_elements(sizes, kind, num_keys) for kind in kinds), default=0) * token_bytes
@@ -60,7 +62,7 @@ def buffer_bytes(
         working += largest * element_bytes
     else:
         head += placeholders * element_bytes
-    if point.dispatcher == "flex":
+    if point.dispatcher == "flex" and point.flex_backend != "torch":
         working, remade = _beyond(at_loss, working, remade)
     else:
         rows, working, remade = _beyond(at_loss, rows, max(0.0, working - rows), remade)

@@ -148,8 +148,9 @@ def _exchange_tier(backend: str, tier: Tier, num_bytes: float, profile: Hardware
 
 
 def dispatch_rate(profile: HardwareProfile, backend: str, tier: Tier) -> DispatchRate | None:
-    """The profile's rate of a dispatcher on one tier; None where there is none."""
-    return next((rate for rate in profile.dispatch if rate.backend == backend and rate.tier == tier), None)
+    """The profile's rate of a dispatcher on one tier; None where there is none. torch sends by all-to-alls as well."""
+    wanted = "alltoall" if backend == "torch" else backend
+    return next((rate for rate in profile.dispatch if rate.backend == wanted and rate.tier == tier), None)
 
 
 def _collective(op: Op, profile: HardwareProfile) -> Cost:

@@ -17,7 +17,7 @@ _RDMA_TOKENS = 128
 
 
 def dispatcher_buffer_bytes(model: ModelSpec, point: Point, profile: HardwareProfile) -> float:
-    """Bytes the flex dispatcher's library allocates once and keeps; 0 for the all-to-all.
+    """Bytes the flex dispatcher's library allocates once and keeps; 0 for dispatchers on collectives.
 
     HybridEP (csrc/hybrid_ep/buffer): room for every token of every rank of the group, in and out, since routing may
     send all of them here; between NVLink domains further rows for each other domain: one to dispatch, two to combine.
@@ -25,7 +25,7 @@ def dispatcher_buffer_bytes(model: ModelSpec, point: Point, profile: HardwarePro
     """
     moe = model.moe
     num_ranks = point.ep * point.etp
-    if moe is None or point.dispatcher != "flex" or num_ranks == 1:
+    if moe is None or point.dispatcher != "flex" or point.flex_backend == "torch" or num_ranks == 1:
         return 0.0
     if point.flex_backend == "deepep":
         num_channels = (point.dispatch_sms or _DEEPEP_SMS) / 2

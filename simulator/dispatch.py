@@ -5,11 +5,14 @@ from functools import lru_cache
 from math import comb
 
 from moeplan.hwprofiles.schema import DispatchBackend
-from moeplan.model_spec import Moe
+from moeplan.model_spec import Moe, Router
 from moeplan.simulator.op import Placement
+from moeplan.vocabulary import Routing
 
 PROBABILITY_BYTES = 4.0  # of a copy, in fp32
 INDEX_BYTES = 4.0
+# Back ends of flex whose kernels copy, sum and exchange counts by themselves.
+LIBRARIES: frozenset[DispatchBackend] = frozenset({"deepep", "hybridep"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +91,18 @@ def metadata_bytes(moe: Moe, num_tokens: float, backend: DispatchBackend, num_ra
 
     alltoall: the copies for each expert. allgather, torch: the experts of each token. Libraries do it in their kernels.
     """
-    if num_ranks == 1 or backend in {"deepep", "hybridep"}:
+    if num_ranks == 1 or backend in LIBRARIES:
         return 0.0
     return INDEX_BYTES * num_ranks * (moe.num_experts if backend == "alltoall" else num_tokens * moe.top_k)
+
+
+def routed_load(router: Router, routing: Routing, natural: float) -> float:
+    """Rows of the busiest rank over the balanced mean; ``natural`` where routers choose freely.
+
+    Padding to a capacity gives every rank as many, dropping alone at most that many (report section 7).
+    """
+    if routing == "balanced":
+        return 1.0
+    if routing == "natural":
+        return natural
+    return router.capacity_factor if router.pad_to_capacity else min(max(1.0, natural), router.capacity_factor)

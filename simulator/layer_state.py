@@ -6,6 +6,7 @@ from functools import lru_cache
 from moeplan.model_spec import ModelSpec
 from moeplan.point import Point
 from moeplan.simulator.activations import ActivationKind, kept_bytes, saved_tensors
+from moeplan.simulator.dispatch import routed_load
 from moeplan.simulator.placement import Chunk
 from moeplan.simulator.stack import SoftwareStack
 from moeplan.simulator.tensor_tables import Component
@@ -15,14 +16,14 @@ Part = tuple[Component, str, float]
 
 
 def expert_row_factor(model: ModelSpec, point: Point, stack: SoftwareStack) -> float:
-    """Rows the busiest rank's experts hold over top_k rows for each token, at least 1.
+    """Rows the busiest rank's experts hold over top_k rows for each token.
 
-    Natural routing: the stack's imbalance of the busiest rank. Each expert's rows are padded to the recipe's multiple,
-    by half of it on average.
+    Natural routing: the stack's imbalance of the busiest rank, at least 1; dropping: the capacity. Each expert's rows
+    are padded to the recipe's multiple, by half of it on average.
     """
     if model.moe is None:
         return 1.0
-    imbalance = max(1.0, stack.time.natural_imbalance_frac.value) if point.routing == "natural" else 1.0
+    imbalance = routed_load(model.moe.router, point.routing, max(1.0, stack.time.natural_imbalance_frac.value))
     padding = (PRECISIONS[point.precision].alignment - 1) / 2 * model.moe.num_experts / point.ep
     return imbalance * (1 + padding / (point.tokens_per_rank * model.moe.top_k * point.etp))
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 from math import log2
 
 from moeplan.model_spec import Moe
-from moeplan.simulator.dispatch import exchange_bytes, expected_distinct_bins
+from moeplan.simulator.dispatch import LIBRARIES, PROBABILITY_BYTES, exchange_bytes, expected_distinct_bins, routed_load
 from moeplan.simulator.layer_builder import ACTIVATION_BACKWARD, NORM_BACKWARD, LayerBuilder
 from moeplan.simulator.op import Op, Segment
 from moeplan.vocabulary import RecomputeModule
@@ -42,8 +42,8 @@ def _beside_exchanges(
 
     Report section 2.6. Ops wait for their own chain instead of the op before them; graphs do not hold them then.
     """
-    dispatch = next(at for at, op in enumerate(to_experts) if op.kind == "exchange")
-    combine = next(at for at, op in enumerate(from_experts) if op.kind == "exchange")
+    dispatch = next(at for at, op in enumerate(to_experts) if op.name == "dispatch")
+    combine = next(at for at, op in enumerate(from_experts) if op.name == "combine")
     before, after = to_experts[:dispatch], from_experts[combine:]
     first, second = ([replace(op, scope="moe") for op in part] for part in shared)
     first[0] = replace(first[0], after=("router",))
@@ -69,7 +69,7 @@ def moe_ops(build: LayerBuilder, moe: Moe) -> list[Op]:
         backward_hbm_bytes=4 * logits_bytes,
         num_kernels=stack.router_kernels.value
         + (0 if shape.router_fusion else UNFUSED_ROUTER_KERNELS)
-        + (ALLTOALL_PREPROCESS_KERNELS if shape.backend == "alltoall" else 0),
+        + (0 if shape.backend in LIBRARIES else ALLTOALL_PREPROCESS_KERNELS),
         scope="router",
         modules=frozenset(("moe",)),
     )
@@ -89,15 +89,38 @@ def moe_ops(build: LayerBuilder, moe: Moe) -> list[Op]:
     ]
 
 
+def _gathering(build: LayerBuilder, moe: Moe, name: str, segment: Segment) -> list[Op]:
+    """Dispatch or combine of the all-gather dispatcher: every token, with its probabilities, on every rank."""
+    shape = build.shape
+    row_bytes = build.model.hidden_size * shape.element_bytes
+    if segment == "dispatch":
+        row_bytes += PROBABILITY_BYTES * moe.top_k
+    return [
+        Op(
+            name=name,
+            kind="all_gather" if segment == "dispatch" else "reduce_scatter",
+            family="dispatch",
+            stream="dispatch",
+            segment=segment,
+            scope="moe",
+            comm_bytes=shape.own_tokens * shape.etp_ep_group.num_ranks * row_bytes,
+            group=shape.etp_ep_group,
+            modules=frozenset(("moe",)),
+        )
+    ]
+
+
 def _exchange(build: LayerBuilder, moe: Moe, name: str, segment: Segment) -> list[Op]:
     """Dispatch or combine; alltoall with etp > 1 adds a collective over the expert tensor-parallel group."""
+    if build.shape.backend == "allgather":
+        return _gathering(build, moe, name, segment)
     shape, hidden = build.shape, build.model.hidden_size
     token_bytes = hidden * shape.element_bytes
     load = _load(build)
     wait_s = 0.0 if shape.is_device_driven else build.stack.time.exchange_wait_s.value * log2(max(shape.ep, 2))
     sent = exchange_bytes(moe, shape.own_tokens * load, token_bytes, shape.backend, shape.ep_group, etp=shape.etp)
     ops = []
-    if shape.ep > 1:
+    if shape.ep > 1 or shape.backend != "alltoall":
         ops.append(
             Op(
                 name=name,
@@ -136,16 +159,21 @@ def _permute(build: LayerBuilder, moe: Moe, name: str, segment: Segment, *, loca
     """Gather by expert, or its inverse. ``local``: on the experts' side of the exchange."""
     shape, stack, hidden = build.shape, build.stack.time, build.model.hidden_size
     own, copies = shape.own_tokens, moe.top_k * shape.etp
-    if shape.backend == "alltoall":
+    if shape.backend == "allgather":
+        if not local:
+            return []
+        elements = own * (shape.etp_ep_group.num_ranks + copies) * hidden
+    elif shape.backend == "alltoall":
         if local and shape.ep in {1, moe.num_experts}:
             return []  # already in order: one rank holds all experts, or one
         elements = own * (2 * copies if local else 1 + moe.top_k) * hidden
     else:
-        if not local or (stack.permute_in_dispatch and shape.backend == "hybridep"):
+        in_library = not local and shape.backend in LIBRARIES
+        if in_library or (stack.permute_in_dispatch and shape.backend == "hybridep"):
             return []
         router = moe.router
         seen = expected_distinct_bins(moe.num_experts, moe.top_k, shape.ep, router.num_groups, router.top_groups)
-        elements = own * (seen * shape.etp + copies) * hidden
+        elements = own * (seen * shape.etp + (copies if local else 1)) * hidden
     # All-to-all leaves its rows in chunks that need only be split and joined in another order; a graph of the whole
     # iteration takes the dispatcher's own permutation, because index kernels ask the host for shapes.
     is_fused = shape.permute_fusion or shape.is_device_driven or (local and shape.backend == "alltoall")
@@ -226,9 +254,10 @@ def _load(build: LayerBuilder) -> float:
     A bias on the experts' scores keeps natural routing level (report section 7); an auxiliary loss takes long to.
     """
     router = build.model.moe.router if build.model.moe else None
-    if build.shape.routing != "natural" or router is None or router.expert_bias:
+    if router is None:
         return 1.0
-    return build.stack.time.natural_imbalance_frac.value
+    natural = 1.0 if router.expert_bias else build.stack.time.natural_imbalance_frac.value
+    return routed_load(router, build.shape.routing, natural)
 
 
 def _grouped_gemm(build: LayerBuilder, name: str, sizes: tuple[float, float, float], num_groups: int) -> Op:

@@ -55,6 +55,7 @@ class OpShape:
     cp_ring_group: Placement
     ep_group: Placement
     etp_group: Placement
+    etp_ep_group: Placement
 
     @classmethod
     def of(cls, point: Point, stack: SoftwareStack, profile: HardwareProfile) -> "OpShape":
@@ -88,6 +89,7 @@ class OpShape:
             cp_ring_group=groups.cp_ring,
             ep_group=groups.ep,
             etp_group=groups.etp,
+            etp_ep_group=groups.etp_ep,
         )
 
     @property

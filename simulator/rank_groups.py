@@ -28,6 +28,7 @@ class RankGroups:
     dp_cp: Placement
     etp: Placement
     ep: Placement
+    etp_ep: Placement
     edp: Placement
     pp: Placement
 
@@ -65,6 +66,7 @@ def rank_groups(point: Point, profile: HardwareProfile) -> RankGroups:
         dp_cp=place(stage // point.tp, point.tp),
         etp=place(point.etp, 1),
         ep=place(point.ep, point.etp),
+        etp_ep=place(point.etp * point.ep, 1),
         edp=place(point.edp, point.etp * point.ep),
         pp=ALONE if point.pp == 1 else Placement(2, 2 if crosses else 1),
     )

@@ -62,6 +62,9 @@ class SoftwareStack(Record):
     # What it executes
     precisions: tuple[PrecisionName, ...] = Field(min_length=1)
     dispatchers: tuple[DispatchBackend, ...] = Field(description="empty: the engine has no MoE layer")
+    optional_dispatchers: tuple[DispatchBackend, ...] = Field(
+        default=(), description="run where a library is installed, so searched only where asked for"
+    )
     recompute: tuple[RecomputeModule, ...]
     features: tuple[Feature, ...] = Field(default=(), description="further settings of a plan that it executes")
     defaults: tuple[DefaultRule, ...] = Field(default=(), description="what its recipes set; the first rule wins")
@@ -171,7 +174,7 @@ class SoftwareStack(Record):
         backend = self.dispatch_backend(point)
         if not self.dispatchers:
             yield "model", f"{stack} has no MoE layer, {model.name} needs one"
-        elif backend not in self.dispatchers:
+        elif backend not in (*self.dispatchers, *self.optional_dispatchers):
             yield "dispatcher", f"{stack} has {', '.join(self.dispatchers)}, got {backend}"
 
 

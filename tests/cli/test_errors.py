@@ -53,7 +53,7 @@ def assert_one_error(code: int, err: str, *named: str) -> None:
         ({"fix": "recompute=moe_akt"}, ("recompute", "moe_akt")),
         ({"gpus": "0"}, ("--gpus",)),
         ({"gpus": "x"}, ("--gpus",)),
-        ({"fix": "dispatcher=flex,flex_backend=deepep", "stack": "native"}, ("native",)),
+        ({"fix": "dispatcher=allgather", "stack": "megatron-bridge-26.08"}, ("megatron-bridge-26.08",)),
     ],
 )
 def test_bad_options_of_search(cli: Cli, changes: dict[str, str], named: tuple[str, ...]) -> None:

@@ -1,0 +1,105 @@
+"""Ops of the exchange by dispatcher, and how dropping at a capacity bounds the busiest rank."""
+
+from typing import Any
+
+import pytest
+
+from moeplan.hwprofiles.load import load_profile
+from moeplan.model_spec import ModelSpec
+from moeplan.plan import Plan
+from moeplan.presets import load_model
+from moeplan.simulator.backward_ops import backward_ops
+from moeplan.simulator.dispatch import exchange_bytes, routed_load
+from moeplan.simulator.layer_ops import forward_ops
+from moeplan.simulator.layer_state import expert_row_factor
+from moeplan.simulator.op import Op
+from moeplan.simulator.op_shapes import OpShape, Part
+from moeplan.simulator.predict import predict
+from moeplan.simulator.stack import load_stack
+
+STACK, PROFILE = load_stack("native"), load_profile("h100")
+QWEN = load_model("qwen3-30b-a3b")
+FLEX: dict[str, Any] = {"dispatcher": "flex", "flex_backend": "torch"}
+
+
+def plan_of(model: ModelSpec = QWEN, **changes: Any) -> Plan:
+    fields = {"num_gpus": 16, "seq_len": 4096, "global_batch_size": 64, "ep": 16, "stack": "native"}
+    return Plan(model=model, hardware="h100", **(fields | changes))
+
+
+def moe_ops_of(plan: Plan) -> list[Op]:
+    return forward_ops(plan.model, Part("moe"), OpShape.of(plan.point, STACK, PROFILE), STACK)
+
+
+def capped(**router: object) -> ModelSpec:
+    assert QWEN.moe is not None
+    changed = QWEN.moe.router.model_copy(update=router)
+    return QWEN.model_copy(update={"moe": QWEN.moe.model_copy(update={"router": changed})})
+
+
+def test_allgather_brings_every_token_to_every_rank() -> None:
+    assert QWEN.moe is not None
+    plan = plan_of(dispatcher="allgather", ep=4, etp=2)
+    shape = OpShape.of(plan.point, STACK, PROFILE)
+    forward = {op.name: op for op in moe_ops_of(plan)}
+    backward = {op.name: op for op in backward_ops(list(forward.values()), shape, STACK.time)}
+    hidden_bytes = 8 * plan.tokens_per_rank * 2 * QWEN.hidden_size
+    dispatch, combine = forward["dispatch"], forward["combine"]
+    assert (dispatch.kind, combine.kind) == ("all_gather", "reduce_scatter")
+    assert dispatch.comm_bytes == hidden_bytes + 8 * plan.tokens_per_rank * 4 * QWEN.moe.top_k
+    assert combine.comm_bytes == hidden_bytes
+    assert backward["dispatch.dgrad"].kind == "reduce_scatter"
+    assert (dispatch.group.num_ranks, dispatch.group.num_domains) == (8, 1)
+    assert "permute" not in forward
+    assert forward["local_permute"].hbm_bytes > 0
+
+
+@pytest.mark.parametrize("ep,etp", [(16, 1), (8, 2), (1, 4)])
+def test_flex_on_torch_sends_what_the_closed_form_says(ep: int, etp: int) -> None:
+    plan = plan_of(ep=ep, etp=etp, **FLEX)
+    shape = OpShape.of(plan.point, STACK, PROFILE)
+    (dispatch,) = (op for op in moe_ops_of(plan) if op.name == "dispatch")
+    assert QWEN.moe is not None
+    token_bytes = 2 * QWEN.hidden_size
+    sent = exchange_bytes(QWEN.moe, plan.tokens_per_rank, token_bytes, "torch", shape.ep_group, etp=etp)
+    assert (dispatch.comm_bytes, dispatch.network_bytes) == (sent.scale_up, sent.network)
+    assert dispatch.comm_bytes > 0
+    names = [op.name for op in moe_ops_of(plan)]
+    assert names.index("permute") < names.index("dispatch") < names.index("local_permute")
+
+
+def dispatch_s(model: ModelSpec, **changes: Any) -> float:
+    return predict(plan_of(model, **changes), PROFILE, STACK).time_s["dispatch"].total_s
+
+
+def test_which_dispatcher_is_fastest_depends_on_experts_a_token() -> None:
+    """On two hosts: eight copies of which half cross, against one that does; a single copy against all tokens."""
+    assert QWEN.moe is not None
+    one_each = QWEN.model_copy(update={"moe": QWEN.moe.model_copy(update={"top_k": 1})})
+    assert dispatch_s(QWEN, **FLEX) < dispatch_s(QWEN)
+    assert dispatch_s(QWEN, dispatcher="allgather") < dispatch_s(QWEN)
+    assert dispatch_s(one_each) < dispatch_s(one_each, dispatcher="allgather")
+
+
+@pytest.mark.parametrize(
+    "routing,router,expected",
+    [
+        ("balanced", {}, 1.0),
+        ("natural", {}, 1.5),
+        ("drop", {"capacity_factor": 1.25}, 1.25),
+        ("drop", {"capacity_factor": 2.0}, 2.0),
+        ("drop", {"capacity_factor": 1.25, "pad_to_capacity": False}, 1.25),
+        ("drop", {"capacity_factor": 2.0, "pad_to_capacity": False}, 1.5),
+        ("drop", {"capacity_factor": 0.5, "pad_to_capacity": False}, 0.5),
+    ],
+)
+def test_a_capacity_bounds_the_busiest_rank(routing: Any, router: dict[str, object], expected: float) -> None:
+    model = capped(**router)
+    assert model.moe is not None
+    assert routed_load(model.moe.router, routing, 1.5) == expected
+    plan, even = plan_of(model, routing=routing), plan_of(model)
+    factor = expert_row_factor(model, plan.point, STACK) / expert_row_factor(model, even.point, STACK)
+    natural = STACK.time.natural_imbalance_frac.value
+    assert factor == pytest.approx(routed_load(model.moe.router, routing, natural))
+    busy, mean = ({op.name: op.flops for op in moe_ops_of(one)}["expert_fc1"] for one in (plan, even))
+    assert busy / mean == pytest.approx(factor)
