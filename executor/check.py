@@ -7,9 +7,11 @@ from pathlib import Path
 from moeplan.errors import InvalidInputError
 from moeplan.executor.token_file import check_length, token_file
 from moeplan.hf_export import hf_config_of
-from moeplan.model_spec import GqaAttention, ModelSpec
+from moeplan.hf_folder import check_model, open_folder
+from moeplan.model_spec import ModelSpec
 from moeplan.plan import Plan
 from moeplan.run_config import RunConfig
+from moeplan.upcycling import check_upcycling
 
 # Fields that Megatron executes and the native executor does not.
 _DEFAULT_ONLY = (
@@ -21,7 +23,7 @@ _DEFAULT_ONLY = (
 
 def check_supported(plan: Plan) -> None:
     """Raise InvalidInputError naming the first key of the plan that the native executor does not run."""
-    for key, got, allowed, hint in (*_plan_limits(plan), *_model_limits(plan.model, plan.tp)):
+    for key, got, allowed, hint in (*_plan_limits(plan), *_model_limits(plan.model, plan.tp, plan.etp)):
         raise InvalidInputError(f"{key}: got {got}, the native executor runs {allowed}", hint)
 
 
@@ -30,8 +32,6 @@ def _plan_limits(plan: Plan) -> Iterator[tuple[str, object, str, str]]:
         yield "cp_comm", plan.cp_comm, "p2p, all_gather and a2a", "use p2p, or a2a where cp divides the heads"
     if plan.packed_lengths:
         yield "packed_lengths", plan.packed_lengths, "one document a sequence", "leave packed_lengths out"
-    if plan.precision not in ("fp64", "fp32", "bf16"):
-        yield "precision", plan.precision, "fp64, fp32 and bf16", "use bf16 on a GPU or fp32 on a CPU"
     if plan.precision != "fp64" and plan.moment_dtype != "fp32":
         yield "moment_dtype", plan.moment_dtype, "fp32 Adam moments (fp64 with precision fp64)", "use fp32"
     if plan.model.moe is not None and plan.dispatcher == "flex":
@@ -60,12 +60,11 @@ def _library_limits(plan: Plan) -> Iterator[tuple[str, object, str, str]]:
         yield "precision", plan.precision, f"flex_backend {plan.flex_backend} in bf16", "set flex_backend = 'torch'"
 
 
-def _model_limits(model: ModelSpec, tp: int) -> Iterator[tuple[str, object, str, str]]:
-    attention, moe = model.attention, model.moe
-    if isinstance(attention, GqaAttention) and attention.sinks:
-        yield "model.attention.sinks", "true", "attention without sinks", "set sinks = false"
-    if moe is not None and moe.mlp_bias:
-        yield "model.moe.mlp_bias", "true", "experts without biases", "set mlp_bias = false"
+def _model_limits(model: ModelSpec, tp: int, etp: int) -> Iterator[tuple[str, object, str, str]]:
+    moe = model.moe
+    if moe is not None and moe.mlp_bias and model.hidden_size % etp:
+        allowed = f"expert biases where etp divides model.hidden_size {model.hidden_size}"
+        yield "etp", etp, allowed, "lower etp"
     if model.vocab_size % tp:
         yield "model.vocab_size", model.vocab_size, f"multiples of tp {tp}", "pad the vocabulary, or lower tp"
 
@@ -124,12 +123,26 @@ def check_export(plan: Plan, run: RunConfig) -> None:
     if not run.export_hf:
         return
     hf_config_of(plan.model)
-    folder, moe = Path(run.export_hf), plan.model.moe
+    folder = Path(run.export_hf)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InvalidInputError(f"export_hf {folder}: exists and is not an empty folder", "name a new folder")
-    if moe is not None and moe.router.expert_bias and plan.pp > 1:
-        raise InvalidInputError(
-            f"export_hf: got pp {plan.pp} with expert biases, allowed: pp 1", "export from a run without pipeline"
-        )
+    _check_safetensors("export_hf")
+
+
+def check_init_from(plan: Plan, run: RunConfig) -> None:
+    """Raise InvalidInputError where the run's first weights are not there, or are of another model."""
+    if not run.init_from:
+        if run.upcycle:
+            raise InvalidInputError("upcycle: got true without init_from", "give the folder of a dense checkpoint")
+        return
+    _check_safetensors("init_from")
+    folder = open_folder(Path(run.init_from))
+    if run.upcycle:
+        check_upcycling(folder, plan.model)
+    else:
+        check_model(folder, plan.model)
+
+
+def _check_safetensors(key: str) -> None:
     if find_spec("safetensors") is None:
-        raise InvalidInputError("export_hf: the package safetensors is not installed", "pip install safetensors")
+        raise InvalidInputError(f"{key}: the package safetensors is not installed", "pip install safetensors")

@@ -17,7 +17,15 @@ from types import FrameType
 
 import moeplan
 from moeplan.errors import InvalidInputError, MoeplanError, OutOfMemoryError, RunFailedError
-from moeplan.executor.check import check_data_file, check_export, check_resumed, check_run, check_supported, check_world
+from moeplan.executor.check import (
+    check_data_file,
+    check_export,
+    check_init_from,
+    check_resumed,
+    check_run,
+    check_supported,
+    check_world,
+)
 from moeplan.executor.checkpoint_files import latest_checkpoint, read_manifest
 from moeplan.executor.failure import (
     LAUNCHER_VARIABLE,
@@ -121,6 +129,7 @@ def check_launch(plan: Plan, run: RunConfig, num_processes: int, rendezvous: Ren
     check_run(run)
     check_data_file(run, plan.seq_len)
     check_export(plan, run)
+    check_init_from(plan, run)
     if run.resume:
         checkpoint = latest_checkpoint(Path(run.save_folder))
         check_resumed(run, read_manifest(checkpoint, plan.model).step)

@@ -21,7 +21,8 @@ from moeplan.executor.micro_batch import NO_TARGET, MicroBatch, cut_micro_batch,
 from moeplan.executor.moe import Router
 from moeplan.executor.mtp import MtpLayer
 from moeplan.executor.offload import Offloader, offloading
-from moeplan.executor.parameters import ParameterTable, split_piece
+from moeplan.executor.parameters import ParameterTable, WeightSource, split_piece
+from moeplan.executor.precision import quantize_matrices
 from moeplan.executor.recompute import checkpointed
 from moeplan.executor.scopes import scope
 from moeplan.kernels.norm import rms_norm
@@ -75,6 +76,13 @@ class ModelStage(nn.Module):
 
     def forward(self, batch: MicroBatch, received_PLH: Tensor | None) -> Tensor:
         """Hidden states for the stage after this, or the loss [P] of each depth summed over the tp group's tokens."""
+        hidden = self.hidden_states(batch, received_PLH)
+        if not self.stage.has_loss:
+            return torch.stack(hidden) if len(hidden) > 1 else hidden[0][None]
+        return torch.stack([self._loss(x_LH, batch.targets[depth], depth) for depth, x_LH in enumerate(hidden)])
+
+    def hidden_states(self, batch: MicroBatch, received_PLH: Tensor | None) -> list[Tensor]:
+        """Hidden states [L, H] of each depth after this stage's layers and norms."""
         hidden = [self._embed(batch.tokens[0])] if received_PLH is None else list(received_PLH.unbind())
         with self.offloader.chunk() if self.offloader is not None else nullcontext():
             for index, layer in enumerate(self.layers, self.first_layer):
@@ -86,9 +94,7 @@ class ModelStage(nn.Module):
                 index = self.first_layer + self.stage.num_layers + depth - self.first_depth
                 run = partial(layer, self._embed(batch.tokens[depth]))
                 hidden.append(self.run_layer(index, run, hidden[-1]))
-        if not self.stage.has_loss:
-            return torch.stack(hidden) if len(hidden) > 1 else hidden[0][None]
-        return torch.stack([self._loss(x_LH, batch.targets[depth], depth) for depth, x_LH in enumerate(hidden)])
+        return hidden
 
     def run_layer(self, index: int, run: Callable[[Tensor], Tensor], x_LH: Tensor) -> Tensor:
         """Layer ``index`` of this rank, sending to the host what the plan offloads."""
@@ -114,13 +120,18 @@ class ModelStage(nn.Module):
 
 
 class Transformer(nn.Module):
-    """The virtual stages of one pipeline rank, in order; its parameters, in order, are in ``table``."""
+    """The virtual stages of one pipeline rank, in order; its parameters, in order, are in ``table``.
 
-    def __init__(self, plan: Plan, mesh: Mesh, seed: int, device: torch.device) -> None:
+    First values come from ``weights``, or are drawn by ``seed``.
+    """
+
+    def __init__(
+        self, plan: Plan, mesh: Mesh, seed: int, device: torch.device, weights: WeightSource | None = None
+    ) -> None:
         super().__init__()
         model, rank = plan.model, mesh.pp.index
         self.plan, self.mesh = plan, mesh
-        self.table = ParameterTable(device, plan_dtypes(plan).param, seed, is_deferred=plan.sharding == "full")
+        self.table = ParameterTable(device, plan_dtypes(plan).param, seed, plan.sharding == "full", weights)
         first_token, end = vocabulary_range(model.vocab_size, mesh.tp)
         whole, local = (model.vocab_size, model.hidden_size), (end - first_token, model.hidden_size)
         holders = embedding_holders(plan)
@@ -137,6 +148,7 @@ class Transformer(nn.Module):
             ModelStage(plan, index, mesh, self.table, embedding=self.embedding, head=self.head)
             for index in range(rank, plan.pp * plan.vp, plan.pp)
         )
+        quantize_matrices(plan, self)
         if plan.offload_layers or plan.offload_modules:
             offloader = Offloader(plan, self, len(self.layers), device)
             for stage in cast("Iterable[ModelStage]", self.stages):
@@ -149,6 +161,14 @@ class Transformer(nn.Module):
         losses_P: Tensor = whole(batch, None)
         weights_P = losses_P.new_tensor(loss_weights(self.plan)) * self.plan.tokens_per_step
         return (losses_P * weights_P).sum()
+
+    def logits(self, tokens_T: Tensor) -> Tensor:
+        """Logits [T, vocabulary] of the token after each, where one rank holds the whole model."""
+        (whole,) = self.stages
+        assert isinstance(whole, ModelStage)
+        assert whole.head is not None
+        hidden = whole.hidden_states(cut_micro_batch(tokens_T, tokens_T, self.plan, self.mesh.cp), None)
+        return hidden[0] @ whole.head.t()
 
     @property
     def layers(self) -> list[DecoderLayer]:

@@ -10,18 +10,20 @@ from moeplan.executor.collectives import all_reduce
 from moeplan.executor.dispatch import build_dispatcher
 from moeplan.executor.dtypes import at_least_fp32
 from moeplan.executor.exchange import Arrived
+from moeplan.executor.expert_bias import add_expert_bias
 from moeplan.executor.linear import local_linear
 from moeplan.executor.mesh import Mesh
 from moeplan.executor.mlp import Mlp
 from moeplan.executor.offload import offloading
-from moeplan.executor.parameters import ParameterTable, residual_std, split_piece, stack_piece
+from moeplan.executor.parameters import ParameterTable, residual_std, split_piece, stack_piece, whole_piece
+from moeplan.executor.quantized import expert_gemm
+from moeplan.executor.quantized_experts import is_fused, quantized_experts
 from moeplan.executor.recompute import checkpointed, dropping_output
 from moeplan.executor.routed import Beside, route_tokens
 from moeplan.executor.routing import RoutingControl
 from moeplan.executor.scopes import scope
 from moeplan.kernels.activation import activation
 from moeplan.kernels.capacity import expert_capacity, within_capacity
-from moeplan.kernels.grouped_gemm import grouped_gemm
 from moeplan.kernels.router import (
     RouterOptions,
     Routing,
@@ -33,7 +35,7 @@ from moeplan.kernels.router import (
     updated_bias,
     z_loss,
 )
-from moeplan.model_spec import Moe
+from moeplan.model_spec import ModelSpec, Moe
 from moeplan.plan import Plan
 
 
@@ -52,13 +54,19 @@ class Router(nn.Module):
             top_groups=spec.top_groups,
             scaling_factor=spec.scaling_factor,
             normalize_top_k=spec.normalize_top_k,
+            group_score_experts=spec.group_score_experts,
         )
         # A balancing loss counts once a micro-batch, as a mean over all micro-batches of the step.
         self.loss_scale = 1 / (plan.num_micro_batches * plan.dp)
         self.weight = table.add_whole(f"{name}.weight", (moe.num_experts, plan.model.hidden_size))
+        self.logit_bias: nn.Parameter | None = None
+        if moe.mlp_bias:
+            self.logit_bias = table.add_whole(f"{name}.bias", (moe.num_experts,), std=0.0, is_decayed=False)
         # Selection bias, the same on every rank, and copies routed since its last update.
         zeros = torch.zeros(moe.num_experts, dtype=at_least_fp32(table.dtype), device=table.device)
         self.bias_E = zeros if spec.expert_bias else None
+        if self.bias_E is not None and table.weights is not None:
+            self.bias_E.copy_(table.weights(whole_piece(f"{name}.expert_bias", (moe.num_experts,))))
         self.num_copies_E = zeros.clone()
         # Copies of the step's micro-batches so far, over all ranks of the stage, for the balancing loss of the batch.
         self.step_copies_E, self.num_summed = zeros.clone(), 0
@@ -74,6 +82,8 @@ class Router(nn.Module):
         """Probabilities and indices of the chosen experts."""
         with scope("router"):
             logits_LE = router_logits(x_LH, self.weight)
+            if self.logit_bias is not None:
+                logits_LE = logits_LE + self.logit_bias.to(logits_LE.dtype)
             routing = self._route(logits_LE)
             # Where gradients are off, this is validation, or the first of two runs under recompute.
             if self.bias_E is not None and torch.is_grad_enabled():
@@ -176,11 +186,40 @@ class Experts(nn.Module):
         in_shape, out_shape = (num_local, hidden, len(parts) * width), (num_local, width, hidden)
         self.in_weight_EHF = table.add(*in_pieces, shape=in_shape, is_expert=True)
         self.out_weight_EFH = table.add(*out_pieces, shape=out_shape, is_expert=True)
+        self.in_bias_EG: nn.Parameter | None = None
+        self.out_bias_EH: nn.Parameter | None = None
+        if moe.mlp_bias:
+            self._add_biases(model, moe, name, table, mesh)
+
+    def _add_biases(self, model: ModelSpec, moe: Moe, name: str, table: ParameterTable, mesh: Mesh) -> None:
+        """Biases of both matrices; each rank of etp adds its part of the second's, as their outputs are summed."""
+        width, num_local = moe.expert_ffn_size // mesh.etp.size, moe.num_experts // mesh.ep.size
+        parts = ("gate", "up") if model.is_gated else ("up",)
+        in_pieces, out_pieces = [], []
+        for local in range(num_local):
+            expert = f"{name}.{mesh.ep.index * num_local + local}"
+            for index, part in enumerate(parts):
+                shape, start = (moe.expert_ffn_size,), index * width
+                piece = split_piece(f"{expert}.{part}.bias", shape, 0, mesh.etp, start=start, std=0.0)
+                in_pieces.append(stack_piece(piece, local))
+            piece = split_piece(f"{expert}.down.bias", (model.hidden_size,), 0, mesh.etp, std=0.0)
+            out_pieces.append(stack_piece(piece, local))
+        out_width = model.hidden_size // mesh.etp.size
+        self.first_out_bias = mesh.etp.index * out_width
+        in_shape, out_shape = (num_local, len(parts) * width), (num_local, out_width)
+        self.in_bias_EG = table.add(*in_pieces, shape=in_shape, is_expert=True, is_decayed=False)
+        self.out_bias_EH = table.add(*out_pieces, shape=out_shape, is_expert=True, is_decayed=False)
 
     def forward(self, rows_RH: Tensor, probs_R: Tensor | None, offsets_E: Tensor) -> Tensor:
         """Rows through their experts, times ``probs_R`` before the second GEMM where given."""
+        weights = (self.in_weight_EHF, self.out_weight_EFH)
+        if self.in_bias_EG is None and is_fused(*weights, self.kind):
+            with offloading("expert_fc1", rows_RH, rest="moe_act"):
+                return quantized_experts(rows_RH, probs_R, offsets_E, *weights, self.kind)
         with scope("expert_gemm"), offloading("expert_fc1", rows_RH):
-            hidden_RG = grouped_gemm(rows_RH, self.in_weight_EHF, offsets_E)
+            hidden_RG = expert_gemm(rows_RH, self.in_weight_EHF, offsets_E)
+            if self.in_bias_EG is not None:
+                hidden_RG = add_expert_bias(hidden_RG, self.in_bias_EG, offsets_E)
 
         def activate(hidden_RG: Tensor) -> tuple[Tensor]:
             with scope("elementwise"):
@@ -188,7 +227,10 @@ class Experts(nn.Module):
 
         def project(hidden_RF: Tensor) -> Tensor:
             with scope("expert_gemm"):
-                return grouped_gemm(hidden_RF, self.out_weight_EFH, offsets_E)
+                out_RH = expert_gemm(hidden_RF, self.out_weight_EFH, offsets_E)
+                if self.out_bias_EH is None:
+                    return out_RH
+                return add_expert_bias(out_RH, self.out_bias_EH, offsets_E, probs_R, self.first_out_bias)
 
         with offloading("moe_act", hidden_RG):
             if self.drop_activation:

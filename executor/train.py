@@ -13,6 +13,7 @@ from moeplan.executor.checkpoint import Checkpointer
 from moeplan.executor.collectives import all_gather_raw
 from moeplan.executor.data import TokenSource
 from moeplan.executor.failure import STOPPED
+from moeplan.executor.first_weights import first_weights
 from moeplan.executor.guard import SpikeGuard, check_finite, largest_tensor
 from moeplan.executor.measure import PeakBytes, StepTimer, StepTrace, peak_device_bytes
 from moeplan.executor.mesh import Mesh
@@ -69,7 +70,7 @@ class Trainer:
 
     def __init__(self, plan: Plan, run: RunConfig, mesh: Mesh, tokens: TokenSource, device: torch.device) -> None:
         self.plan, self.run, self.mesh, self.tokens, self.device = plan, run, mesh, tokens, device
-        self.model = Transformer(plan, mesh, run.seed, device)
+        self.model = Transformer(plan, mesh, run.seed, device, first_weights(plan, run))
         self.pipeline = Pipeline(plan, mesh, self.model)
         self.routing = RoutingControl(plan, run, mesh)
         for router in self.model.routers():

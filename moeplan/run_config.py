@@ -30,6 +30,8 @@ class RunConfig(Record):
     profile_steps: int = Field(default=2, ge=0, description="steps traced at the end for time by op family")
     log_every: PositiveInt = 1
     eval_every: int = Field(default=0, ge=0, description="steps between validations on held-out data; 0: none")
+    init_from: str = Field(default="", description="folder of Hugging Face weights to begin with")
+    upcycle: bool = Field(default=False, description="init_from is dense: its MLPs become the experts")
     force_balance: bool = Field(default=False, description="random experts, level in expectation: for benchmarks")
     record_routing: str = Field(default="", description="folder for the experts that every token of every step takes")
     replay_routing: str = Field(default="", description="folder of such a record, to take the same experts again")
