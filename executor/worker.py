@@ -24,7 +24,7 @@ from moeplan.errors import InvalidInputError, MoeplanError, OutOfMemoryError
 from moeplan.executor.check import check_run, check_supported, check_world
 from moeplan.executor.data import open_tokens
 from moeplan.executor.determinism import make_deterministic
-from moeplan.executor.export_hf import export_hf
+from moeplan.executor.export_hf import export_hf, sharded_weights
 from moeplan.executor.failure import (
     LAUNCHER_VARIABLE,
     Failure,
@@ -34,6 +34,7 @@ from moeplan.executor.failure import (
     write_failure,
     write_process_id,
 )
+from moeplan.executor.kernel_tuning import tune
 from moeplan.executor.measure import reset_peak_resident, resident_bytes
 from moeplan.executor.measurement import gather_figures, make_figures, measure_rank
 from moeplan.executor.mesh import plan_mesh
@@ -87,6 +88,9 @@ def run_rank(plan_path: Path, run_path: Path | None, out_path: Path) -> None:
     try:
         mesh = plan_mesh(plan, rank)
         resident_before_bytes = resident_bytes()
+        chosen = tune(plan, mesh, device)
+        if rank == 0 and chosen:
+            _report("kernels: " + ", ".join(f"{operation} by {backend}" for operation, backend in chosen.items()))
         trainer = Trainer(plan, run, mesh, tokens, device)
         if run.save_folder:
             _stop_at_sigterm(trainer)
@@ -96,7 +100,8 @@ def run_rank(plan_path: Path, run_path: Path | None, out_path: Path) -> None:
         record = _train(trainer, rank, resident_before_bytes)
         ranks = gather_figures(measure_rank(trainer, record, resident_before_bytes), mesh)
         if run.export_hf:
-            export_hf(plan, mesh, trainer.model, Path(run.export_hf))
+            weights = sharded_weights(trainer.optimizer) if plan.sharding == "full" else None
+            export_hf(plan, mesh, trainer.model, Path(run.export_hf), weights=weights)
         if rank == 0:
             figures = make_figures(plan, run, ranks, record, device)
             write_text_atomically(out_path, figures.model_dump_json(indent=2) + "\n")
