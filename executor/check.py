@@ -17,7 +17,7 @@ from moeplan.upcycling import check_upcycling
 _DEFAULT_ONLY = (
     "cp_comm", "cp_a2a_size", "packed_lengths",
     "cuda_graph", "fused_grouped_mlp", "permute_fusion", "router_fusion", "fp8_primary_weights", "fp8_attention",
-    "tp_comm_overlap", "offload_optimizer_states", "optimizer_cpu_frac",
+    "tp_comm_overlap",
 )  # fmt: skip
 
 
@@ -32,17 +32,14 @@ def _plan_limits(plan: Plan) -> Iterator[tuple[str, object, str, str]]:
         yield "cp_comm", plan.cp_comm, "p2p, all_gather and a2a", "use p2p, or a2a where cp divides the heads"
     if plan.packed_lengths:
         yield "packed_lengths", plan.packed_lengths, "one document a sequence", "leave packed_lengths out"
-    if plan.precision != "fp64" and plan.moment_dtype != "fp32":
-        yield "moment_dtype", plan.moment_dtype, "fp32 Adam moments (fp64 with precision fp64)", "use fp32"
+    if plan.precision != "fp64" and plan.moment_dtype == "fp64":
+        yield "moment_dtype", plan.moment_dtype, "fp32 and bf16 Adam moments (fp64 with precision fp64)", "use fp32"
     if plan.model.moe is not None and plan.dispatcher == "flex":
         yield from _library_limits(plan)
     if plan.dispatch_sms and (plan.dispatcher, plan.flex_backend == "torch") != ("flex", False):
         yield "dispatch_sms", plan.dispatch_sms, "0, but for the libraries of flex", "leave dispatch_sms out"
-    if plan.sharding == "full":
-        yield "sharding", plan.sharding, "none and optimizer", "set sharding = 'optimizer'"
-    if plan.ep_overlap and plan.sharding == "full":
-        # A forward would let go of the weights that a backward beside it is using.
-        yield "ep_overlap", "true with sharding full", "it with other shardings", "set sharding = 'optimizer'"
+    if plan.sharding == "full" and plan.delay_wgrad:
+        yield "delay_wgrad", "true", "it without full sharding, whose gradients leave with their layer", "leave it out"
     for key in _DEFAULT_ONLY:
         got, default = getattr(plan, key), Plan.model_fields[key].default
         if got != default:

@@ -122,6 +122,8 @@ def _optimizer_flags(plan: Plan) -> Iterator[Flag]:
         yield from ((name,) for name in ("overlap-grad-reduce", "overlap-param-gather") if _is_on(plan, name))
     if plan.grad_dtype == "bf16":
         yield ("grad-reduce-in-bf16",)
+    if plan.dp_replicate > 1:
+        yield "num-distributed-optimizer-instances", str(plan.dp_replicate)
     if plan.moment_dtype == "bf16":
         yield ("use-precision-aware-optimizer",)
         yield "exp-avg-dtype", "bf16"

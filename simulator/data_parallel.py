@@ -5,6 +5,7 @@ and over edp for experts; parameters are gathered in the compute copy's bytes. W
 backward of the last micro-batches (one; interleaved, a group of pp pass every virtual stage) and gathering during the
 forward of the first; one bucket of ``num_chunks`` (the part
 of a rank's layers that is last to be done) can never hide. Without sharding the gradients are all-reduced instead.
+Hybrid sharding reduces and gathers inside blocks of ranks and all-reduces the shards over the blocks once a step.
 """
 
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from moeplan.simulator.collectives import collective_cost
 from moeplan.simulator.offload import host_adam_s, states_back_s
 from moeplan.simulator.op import Cost
 from moeplan.simulator.placement import rank_parameters
-from moeplan.simulator.rank_groups import rank_groups
+from moeplan.simulator.rank_groups import shard_groups
 from moeplan.simulator.stack_time import StackTime
 from moeplan.units import DTYPE_BYTES
 from moeplan.vocabulary import PRECISIONS
@@ -40,7 +41,7 @@ def step_ends(model: ModelSpec, point: Point, stack: StackTime, profile: Hardwar
 
     On the host, a part of it takes what :func:`host_adam_s` says; states that waited there come back first.
     """
-    groups = rank_groups(point, profile)
+    dense, expert = shard_groups(point, profile)
     precision = PRECISIONS[point.precision]
     grad_bytes, moment_bytes = DTYPE_BYTES[point.grad_dtype], DTYPE_BYTES[point.moment_dtype]
     main_bytes = 4.0 if precision.has_main_weights else precision.param_bytes
@@ -58,14 +59,18 @@ def step_ends(model: ModelSpec, point: Point, stack: StackTime, profile: Hardwar
     for parameters in rank_parameters(model, point.layout, point.pp, tp=point.tp, etp=point.etp, ep=point.ep):
         reduce_s = gather_s = moved = host_s = 0.0
         costs: list[Cost] = []
-        for is_expert, group in ((False, groups.dp_cp), (True, groups.edp)):
+        for is_expert, groups in ((False, dense), (True, expert)):
+            group = groups.shard
             held = sum(one.num_elements for one in parameters if one.is_expert == is_expert)
             quantized = sum(one.num_elements for one in parameters if one.is_expert == is_expert and one.is_quantized)
             reduction = collective_cost(
                 "reduce_scatter" if is_sharded else "all_reduce", held * grad_bytes, group, profile
             )
-            reduce_s += num_reductions * reduction.seconds
-            costs.append(reduction)
+            repeated = collective_cost(
+                "all_reduce", held * grad_bytes / (group.num_ranks if is_sharded else 1), groups.replica, profile
+            )
+            reduce_s += num_reductions * reduction.seconds + repeated.seconds
+            costs += [reduction, repeated] if groups.replica.num_ranks > 1 else [reduction]
             if is_sharded:
                 gathering = collective_cost("all_gather", held * precision.param_bytes, group, profile)
                 gather_s += num_gathers * gathering.seconds

@@ -49,6 +49,26 @@ def group_placement(world_size: int, size: int, stride: int, block: int) -> Plac
     return Placement(size, int(num_domains.max()))
 
 
+@dataclass(frozen=True, slots=True)
+class ShardGroups:
+    """Placement of the ranks that split the state of one class of parameters, and of those that repeat it (HSDP)."""
+
+    shard: Placement
+    replica: Placement
+
+
+def shard_groups(point: Point, profile: HardwareProfile) -> tuple[ShardGroups, ShardGroups]:
+    """Of dense and of expert parameters: blocks of neighbouring ranks, as many of both as ``dp_replicate`` says."""
+    world, number = point.num_gpus, point.dp_replicate
+    block = block_size(world, int(profile.scale_up_domain_gpus.value))
+    found = []
+    for size, stride in ((point.dp * point.cp, point.tp), (point.edp, point.etp * point.ep)):
+        part = size // number
+        shard, replica = (group_placement(world, *one, block) for one in ((part, stride), (number, part * stride)))
+        found.append(ShardGroups(shard, replica))
+    return found[0], found[1]
+
+
 def rank_groups(point: Point, profile: HardwareProfile) -> RankGroups:
     """Placements of a plan's groups on one kind of machine."""
     world, stage = point.num_gpus, point.num_gpus // point.pp

@@ -44,7 +44,7 @@ def bytes_per_parameter(
     is_full = point.sharding == "full"
     shards = 1
     if point.sharding != "none":
-        shards = point.edp if is_expert else point.dp * point.cp
+        shards = (point.edp if is_expert else point.dp * point.cp) // point.dp_replicate
     moments = 2 * DTYPE_BYTES[point.moment_dtype] * (1 - point.optimizer_cpu_frac)
     if is_full and state_dtype is not None:
         each = DTYPE_BYTES[state_dtype] / shards

@@ -26,7 +26,7 @@ def test_what_the_executor_runs_passes(model: ModelSpec) -> None:
         ("precision", {"precision": "fp8_current"}),
         ("flex_backend", {"dispatcher": "flex"}),
         ("dispatch_sms", {"dispatcher": "flex", "flex_backend": "torch", "dispatch_sms": 20}),
-        ("moment_dtype", {"moment_dtype": "bf16", "precision": "bf16"}),
+        ("moment_dtype", {"moment_dtype": "fp64", "precision": "bf16"}),
     ],
 )
 def test_each_limit_of_plans_is_named(key: str, changes: dict[str, Any]) -> None:

@@ -36,6 +36,22 @@ def test_without_sharding_gradients_are_all_reduced_and_nothing_is_gathered() ->
     assert whole.optimizer_s > 3 * sharded.optimizer_s
 
 
+def test_hybrid_sharding_stays_inside_its_blocks() -> None:
+    """Four blocks of eight GPUs, a node each: shards of 1/8 are all-reduced over the four nodes once a step."""
+    plan = Plan(model=load_model("llama3-8b"), hardware="h100", num_gpus=32, seq_len=4096, global_batch_size=64)
+    elements = sum(group.num_elements for group in rank_parameters(plan.model, plan.layout, 1, tp=1, etp=1, ep=1)[0])
+    inside, across = Placement(8, 1), Placement(4, 4)
+    for sharding, num_micro_batches in (("optimizer", 1), ("full", plan.num_micro_batches)):
+        point = plan.replace(sharding=sharding, dp_replicate=4).point
+        (ends,) = step_ends(plan.model, point, STACK.time, H100)
+        scattered = collective_cost("reduce_scatter", 4 * elements, inside, H100).seconds
+        repeated = collective_cost("all_reduce", 4 * elements / 8, across, H100).seconds
+        gathered = collective_cost("all_gather", 2 * elements, inside, H100).seconds
+        assert ends.reduce_s == pytest.approx(num_micro_batches * scattered + repeated, rel=1e-12)
+        num_gathers = 2 * num_micro_batches if sharding == "full" else 1
+        assert ends.gather_s == pytest.approx(num_gathers * gathered, rel=1e-12)
+
+
 def test_optimizer_moves_the_bytes_of_adam() -> None:
     plan = Plan(model=load_model("llama3-8b"), hardware="h100", num_gpus=1, seq_len=4096, global_batch_size=1)
     elements = sum(group.num_elements for group in rank_parameters(plan.model, plan.layout, 1, tp=1, etp=1, ep=1)[0])

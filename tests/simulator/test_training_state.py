@@ -15,6 +15,8 @@ from moeplan.simulator.training_state import bytes_per_parameter, gathered_bytes
     "changes, keywords, dense_bytes",
     [
         ({"sharding": "full"}, {}, 18 / 64),
+        ({"sharding": "full", "dp_replicate": 4}, {}, 18 / 16),
+        ({"dp_replicate": 4, "moment_dtype": "bf16"}, {}, 6 + 8 / 16),
         ({"sharding": "full"}, {"state_dtype": "fp32"}, 16 / 64),
         ({"sharding": "full"}, {"state_dtype": "bf16"}, 8 / 64),
         ({"optimizer_cpu_frac": 0.5}, {}, 6 + 8 / 64),
