@@ -19,7 +19,8 @@ from moeplan.executor.launch import launch
 from moeplan.plan import Plan
 from moeplan.results import Figures
 from tests.executor.cases import GQA_MODEL, tiny_plan
-from tests.executor.test_launch import LAUNCH, ROOT, files
+from tests.executor.run_files import files
+from tests.executor.test_launch import LAUNCH, ROOT
 
 PLAN = tiny_plan(GQA_MODEL, 2, ep=2, precision="fp32")
 OTHER = tiny_plan(GQA_MODEL, 2, pp=2, precision="fp32")

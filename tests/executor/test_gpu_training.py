@@ -12,7 +12,7 @@ from moeplan.executor.launch import launch
 from moeplan.model_spec import GqaAttention, MlaAttention, ModelSpec, Moe, Router
 from moeplan.plan import Plan
 from moeplan.results import Figures
-from tests.executor.test_launch import files
+from tests.executor.run_files import files
 
 pytestmark = [
     pytest.mark.gpu,

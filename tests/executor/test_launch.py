@@ -16,11 +16,10 @@ import pytest
 
 from moeplan.errors import InvalidInputError, RunFailedError
 from moeplan.executor.launch import Rendezvous, launch
-from moeplan.files import toml_text
 from moeplan.plan import Plan
 from moeplan.results import Figures
-from moeplan.run_config import RunConfig
 from tests.executor.cases import GQA_MODEL, tiny_plan
+from tests.executor.run_files import files
 
 ROOT = Path(__file__).parents[2]
 PLAN = tiny_plan(GQA_MODEL, 2, ep=2, precision="fp32")
@@ -39,16 +38,8 @@ except MoeplanError as error:
 """
 
 
-def files(folder: Path, plan: Plan = PLAN, **run: Any) -> tuple[Path, Path, Path]:
-    """Paths of plan, run settings and measurement."""
-    plan_path, run_path = folder / "plan.toml", folder / "run.toml"
-    plan_path.write_text(toml_text(plan), encoding="utf-8")
-    run_path.write_text(toml_text(RunConfig.model_validate(run)), encoding="utf-8")
-    return plan_path, run_path, folder / "measurement.json"
-
-
 def test_a_run_writes_its_figures_and_reports_each_step(tmp_path: Path) -> None:
-    plan_path, run_path, out_path = files(tmp_path, steps=7, log_every=3)
+    plan_path, run_path, out_path = files(tmp_path, PLAN, steps=7, log_every=3)
     lines: list[str] = []
     launch(plan_path, run_path, out_path, 2, lines.append)
     assert [line.split()[1] for line in lines] == ["3/7", "6/7", "7/7"]
@@ -72,7 +63,7 @@ def test_what_cannot_work_is_refused_before_anything_starts(tmp_path: Path, monk
         (2, {"data": str(tmp_path / "none.bin")}, "file not found"),
     ):
         with pytest.raises(InvalidInputError, match=message):
-            launch(*files(tmp_path, **run), num_processes)
+            launch(*files(tmp_path, PLAN, **run), num_processes)
 
 
 def test_hosts_meet_and_the_one_of_rank_0_has_the_measurement(tmp_path: Path) -> None:
@@ -94,11 +85,11 @@ def test_hosts_meet_and_the_one_of_rank_0_has_the_measurement(tmp_path: Path) ->
 
 def files_in(folder: Path) -> tuple[Path, Path, Path]:
     folder.mkdir()
-    return files(folder, steps=7, log_folder=str(folder / "log"))
+    return files(folder, PLAN, steps=7, log_folder=str(folder / "log"))
 
 
 def test_hosts_that_cannot_share_the_plan_are_refused(tmp_path: Path) -> None:
-    paths = files(tmp_path)
+    paths = files(tmp_path, PLAN)
     with pytest.raises(InvalidInputError, match="nnodes: got 3 for a plan of 2 GPUs"):
         launch(*paths, 2, rendezvous=Rendezvous(3, "a:1"))
     with pytest.raises(InvalidInputError, match="rdzv-endpoint: got 'node0', allowed: host:port"):
@@ -109,7 +100,7 @@ def test_a_rank_that_meets_a_foreign_token_says_so(tmp_path: Path) -> None:
     data = tmp_path / "ids.bin"
     data.write_bytes(b"\x01\x00" * 15 + b"\xff\xff" + b"\x01\x00")
     with pytest.raises(InvalidInputError, match=r"ids\.bin: token id 65535 at position 15") as caught:
-        launch(*files(tmp_path, data=str(data)), 2, lambda _line: None)
+        launch(*files(tmp_path, PLAN, data=str(data)), 2, lambda _line: None)
     assert caught.value.exit_code == 2
 
 
@@ -143,20 +134,20 @@ def finish(launcher: "subprocess.Popen[str]", children: list[psutil.Process]) ->
 
 
 def test_a_killed_worker_ends_the_run_and_is_named(tmp_path: Path) -> None:
-    launcher, children = start(files(tmp_path, steps=10_000))
+    launcher, children = start(files(tmp_path, PLAN, steps=10_000))
     children[1].kill()
     assert finish(launcher, children).startswith("error: rank 1 was killed by SIGKILL after step ")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_the_launcher_ends_everything(tmp_path: Path, number: signal.Signals) -> None:
-    launcher, children = start(files(tmp_path, steps=10_000))
+    launcher, children = start(files(tmp_path, PLAN, steps=10_000))
     os.kill(launcher.pid, number)
     assert finish(launcher, children).startswith(f"error: the run was stopped by {number.name} after step ")
 
 
 def test_workers_do_not_outlive_a_killed_launcher(tmp_path: Path) -> None:
-    launcher, children = start(files(tmp_path, steps=10_000))
+    launcher, children = start(files(tmp_path, PLAN, steps=10_000))
     launcher.kill()
     launcher.communicate(timeout=PATIENCE_S)
     _, alive = psutil.wait_procs(children, timeout=PATIENCE_S)

@@ -15,6 +15,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 from moeplan.executor.watchdog import Watchdog, Whereabouts, hang_message
 from tests.executor import test_launch
 from tests.executor.gloo_pool import GlooPool, gloo_pool
+from tests.executor.run_files import files
 
 
 @dataclass
@@ -69,7 +70,7 @@ def test_the_message_names_the_fault_first() -> None:
 
 
 def test_a_run_with_a_stopped_rank_ends_and_names_it(tmp_path: Path) -> None:
-    paths = test_launch.files(tmp_path, steps=10_000, hang_timeout_s=2.0)
+    paths = files(tmp_path, test_launch.PLAN, steps=10_000, hang_timeout_s=2.0)
     launcher, children = test_launch.start(paths)
     children[1].send_signal(signal.SIGSTOP)
     begin_s = time.monotonic()
