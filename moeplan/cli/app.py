@@ -179,6 +179,16 @@ def run(  # noqa: PLR0917 - typer: one parameter per option
     upcycle: Annotated[
         bool, typer.Option("--upcycle", help="--init-from is dense: its MLPs become the plan's experts.")
     ] = False,
+    record_routing: Annotated[
+        str, typer.Option("--record-routing", help="Folder for the experts that every token of every step takes.")
+    ] = "",
+    replay_routing: Annotated[
+        str,
+        typer.Option("--replay-routing", help="Folder of such a record: tokens take those experts, at any folding."),
+    ] = "",
+    force_balance: Annotated[
+        bool, typer.Option("--force-balance", help="Random experts, level in expectation: for benchmarks.")
+    ] = False,
     export_hf: Annotated[
         str, typer.Option("--export-hf", help="Folder for the trained weights as Hugging Face reads them.")
     ] = "",
@@ -218,7 +228,8 @@ def run(  # noqa: PLR0917 - typer: one parameter per option
     settings = {"steps": steps, "data": data, "data_dtype": data_dtype, "seed": seed, "lr": lr}
     settings |= {"save_folder": save_folder, "save_every": save_every, "save_async": save_async, "resume": resume}
     settings |= {"eval_every": eval_every, "export_hf": export_hf, "log_folder": log_folder}
-    settings |= {"init_from": init_from, "upcycle": upcycle}
+    settings |= {"init_from": init_from, "upcycle": upcycle, "force_balance": force_balance}
+    settings |= {"record_routing": record_routing, "replay_routing": replay_routing}
     settings |= {"spike_factor": spike_factor, "skip_spikes": skip_spikes, "hang_timeout_s": hang_timeout}
     settings["deterministic"] = deterministic
     hosts = (nnodes, rdzv_endpoint, rdzv_id)

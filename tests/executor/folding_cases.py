@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -66,7 +67,34 @@ WINDOWED = GQA.model_copy(
         "attention": GqaAttention(num_heads=4, num_kv_heads=2, head_dim=8, sliding_window=6, sliding_period=2),
     }
 )
-MODELS = {"gqa": GQA, "mla": MLA, "windowed": WINDOWED}
+
+
+def _dropping(*, pad: bool) -> ModelSpec:
+    """Experts take three quarters of their share, those tokens that come first.
+
+    By position, because equal tokens at the start of a sequence have equal probabilities but for rounding.
+    """
+    router = _MOE.router.model_copy(update={"capacity_factor": 0.75, "pad_to_capacity": pad, "drop_policy": "position"})
+    return GQA.model_copy(update={"name": "folded-dropping", "moe": _MOE.model_copy(update={"router": router})})
+
+
+# Balanced against the load of the step so far.
+STEP_BALANCED = GQA.model_copy(
+    update={
+        "name": "folded-step-balanced",
+        "moe": _MOE.model_copy(
+            update={"router": _MOE.router.model_copy(update={"aux_loss": "global_aux_loss", "z_loss_coeff": 0.0})}
+        ),
+    }
+)
+MODELS = {
+    "gqa": GQA,
+    "mla": MLA,
+    "windowed": WINDOWED,
+    "dropping": _dropping(pad=False),
+    "padded": _dropping(pad=True),
+    "step-balanced": STEP_BALANCED,
+}
 
 
 @dataclass(frozen=True)
@@ -92,10 +120,17 @@ def train_folded(rank: int, model: str, num_gpus: int, changes: dict[str, Any]) 
     return ran(trainer, [result.loss for result in results], [result.grad_norm for result in results])
 
 
+def train_on_hosts(rank: int, model: str, num_gpus: int, changes: dict[str, Any], ranks_per_host: int) -> Ran:
+    """As :func:`train_folded`, where the launcher says how many ranks share a host."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_WORLD_SIZE", str(ranks_per_host))
+        return train_folded(rank, model, num_gpus, changes)
+
+
 @lru_cache
-def alone(model: str, mbs: int = 1) -> Ran:
+def alone(model: str, mbs: int = 1, routing: str = "balanced") -> Ran:
     """The same steps on one process without any process group."""
-    return train_folded(0, model, 1, {"mbs": mbs})
+    return train_folded(0, model, 1, {"mbs": mbs, "routing": routing})
 
 
 def assert_same_run(expected: Ran, ranks: list[Ran]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.executor.folding_cases import alone, assert_same_run, train_folded
+from tests.executor.folding_cases import alone, assert_same_run, train_folded, train_on_hosts
 from tests.executor.pools import Pools
 
 # Processes, model, what the plan changes. Those of the first table run with every test run.
@@ -54,6 +54,44 @@ REST: dict[str, tuple[int, str, dict[str, Any]]] = {
     "tp4 dp4, etp4 ep2": (16, "gqa", {"tp": 4, "etp": 4, "ep": 2, "mbs": 2}),
     "pp4 cp2 dp2, ep2 edp2": (16, "windowed", {"pp": 4, "cp": 2, "ep": 2, "recompute": ("layernorm", "moe_act")}),
 }
+# With the ranks of a host. Capacity counts by rank and micro-batch: the same where neither tp nor cp cuts those.
+FLEX = {"dispatcher": "flex", "flex_backend": "torch"}
+DISPATCHED: dict[str, tuple[int, str, dict[str, Any], int]] = {
+    "tp2 dp2, etp2 ep2, allgather": (4, "mla", {"tp": 2, "etp": 2, "ep": 2, "dispatcher": "allgather"}, 4),
+    "dp4, ep4, flex over two hosts": (4, "gqa", {"ep": 4, **FLEX}, 2),
+    "pp2 dp2, ep2, padded to capacity": (4, "padded", {"pp": 2, "ep": 2, "routing": "drop"}, 4),
+    "tp2 cp2, ep4, balanced against the step": (4, "step-balanced", {"tp": 2, "cp": 2, "ep": 4}, 4),
+}
+REST_DISPATCHED: dict[str, tuple[int, str, dict[str, Any], int]] = {
+    "cp2 pp2, ep2, allgather": (4, "gqa", {"cp": 2, "pp": 2, "ep": 2, "dispatcher": "allgather"}, 4),
+    "dp4, ep4, allgather, weighed after": (
+        4,
+        "windowed",
+        {"ep": 4, "dispatcher": "allgather", "memory_efficient_permutation": False},
+        4,
+    ),
+    "tp2 dp2, etp2 ep2, flex, weighed after": (
+        4,
+        "mla",
+        {"tp": 2, "etp": 2, "ep": 2, "memory_efficient_permutation": False, **FLEX},
+        2,
+    ),
+    "pp2 dp2, ep2, flex with all recomputed": (4, "gqa", {"pp": 2, "ep": 2, "recompute": ("full",), **FLEX}, 1),
+    "dp4, ep4, copies dropped": (4, "dropping", {"ep": 4, "routing": "drop"}, 4),
+    "dp4, ep4, copies dropped, flex": (4, "dropping", {"ep": 4, "routing": "drop", **FLEX}, 2),
+    "dp4, ep4, copies dropped, allgather": (4, "dropping", {"ep": 4, "routing": "drop", "dispatcher": "allgather"}, 4),
+    "dp2 pp2, flex padded to capacity": (4, "padded", {"pp": 2, "ep": 2, "routing": "drop", **FLEX}, 2),
+    "pp2 tp2, recomputed, balanced against the step": (
+        4,
+        "step-balanced",
+        {"pp": 2, "tp": 2, "ep": 2, "recompute": ("moe",)},
+        4,
+    ),
+    "tp2 cp2 dp2, etp2 ep4, flex over two hosts": (8, "gqa", {"tp": 2, "cp": 2, "etp": 2, "ep": 4, **FLEX}, 4),
+    "dp8, ep8, flex over four hosts": (8, "windowed", {"ep": 8, **FLEX}, 2),
+    "tp2 dp4, ep8, allgather": (8, "mla", {"tp": 2, "ep": 8, "dispatcher": "allgather"}, 8),
+    "dp4, ep4, flex beside other micro-batches": (4, "gqa", {"ep": 4, "ep_overlap": True, **FLEX}, 2),
+}
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +115,23 @@ def test_folded_equals_alone(pools: Pools, folding: str) -> None:
 @pytest.mark.parametrize("folding", REST)
 def test_other_foldings_equal_alone(pools: Pools, folding: str) -> None:
     check(pools, REST[folding])
+
+
+def check_dispatched(pools: Pools, case: tuple[int, str, dict[str, Any], int]) -> None:
+    num_gpus, model, changes, ranks_per_host = case
+    expected = alone(model, changes.get("mbs", 1), changes.get("routing", "balanced"))
+    assert_same_run(expected, pools[num_gpus].run(train_on_hosts, model, num_gpus, changes, ranks_per_host))
+
+
+@pytest.mark.parametrize("folding", DISPATCHED)
+def test_dispatched_equals_alone(pools: Pools, folding: str) -> None:
+    check_dispatched(pools, DISPATCHED[folding])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("folding", REST_DISPATCHED)
+def test_other_dispatchers_equal_alone(pools: Pools, folding: str) -> None:
+    check_dispatched(pools, REST_DISPATCHED[folding])
 
 
 def test_training_moves() -> None:

@@ -148,3 +148,23 @@ def test_recompute_sets_are_those_the_model_has() -> None:
     assert ("mla_up_proj",) in deepseek
     assert not any("mla_up_proj" in chosen or "shared_experts" in chosen for chosen in qwen)
     assert recompute_sets(load_model("llama3-8b"), stack) == ((), ("layernorm",), ("layernorm", "mlp"), ("full",))
+
+
+@pytest.mark.parametrize(
+    "fix,tried", [("", {"alltoall", "allgather", "torch"}), ("flex_backend=hybridep", {"hybridep"})]
+)
+def test_libraries_that_may_be_missing_are_searched_only_where_asked_for(fix: str, tried: set[str]) -> None:
+    asked = SearchRequest(
+        model=load_model("qwen3-30b-a3b"),
+        hardware="h100",
+        profile=load_profile("h100"),
+        stack=load_stack("native"),
+        num_gpus=16,
+        seq_len=4096,
+        global_batch_size=64,
+        fixed=parse_pins(f"tp=1,pp=1,cp=1,ep=16,dispatcher=flex,{fix}" if fix else "tp=1,pp=1,cp=1,ep=16", "--fix"),
+        forbidden={},
+        top_k=50,
+    )
+    plans = [ranked.plan for ranked in search(asked).plans]
+    assert {plan.flex_backend if plan.dispatcher == "flex" else plan.dispatcher for plan in plans} == tried
