@@ -84,11 +84,11 @@ class ThreadLane:
 
 
 class _StreamTicket:
-    def __init__(self, results: Tensors, done: torch.cuda.Event) -> None:
-        self._results, self._done = results, done
+    def __init__(self, results: Tensors, done: torch.cuda.Event, device: torch.device) -> None:
+        self._results, self._done, self._device = results, done, device
 
     def wait(self) -> Tensors:
-        stream = torch.cuda.current_stream(self._results[0].device)
+        stream = torch.cuda.current_stream(self._device)
         stream.wait_event(self._done)
         for result in self._results:
             result.record_stream(stream)
@@ -118,7 +118,7 @@ class StreamLane:
             results = work()
         done = torch.cuda.Event()
         done.record(self._stream)
-        return _StreamTicket(results, done)
+        return _StreamTicket(results, done, self._stream.device)
 
     def share(self, tensors: Iterable[Tensor]) -> None:
         """See :class:`Lane`."""

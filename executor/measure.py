@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Self
 
 import torch
-from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile, record_function
+from torch._C._profiler import _ExperimentalConfig  # torch.profiler does not export it
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from moeplan.errors import RunFailedError
 from moeplan.executor.trace import STEP_LABEL, family_times_of, longest_kernels_of

@@ -79,6 +79,15 @@ def test_two_gpus_stay_near_one(pool: GlooPool, folding: str, model: str) -> Non
         torch.testing.assert_close(losses, alone(model), rtol=0, atol=0.03)
 
 
+@pytest.mark.parametrize(
+    "changes", [{"ep_overlap": True}, {"ep_overlap": True, "delay_wgrad": True}, {"shared_expert_overlap": True}]
+)
+def test_exchanges_beside_compute_change_nothing(pool: GlooPool, changes: dict[str, Any]) -> None:
+    plain = pool.run(losses_on_gpu, "gqa", 2, {"ep": 2})
+    for losses, expected in zip(pool.run(losses_on_gpu, "gqa", 2, {"ep": 2, **changes}), plain, strict=True):
+        torch.testing.assert_close(losses, expected, rtol=0, atol=1e-3)  # sums in another order
+
+
 def save_and_resume(rank: int, folder: str) -> tuple[list[float], list[float], list[float]]:
     """Losses after the save, after loading at the same folding, and at another one."""
     run = RUN.model_copy(update={"save_folder": folder, "save_async": True})

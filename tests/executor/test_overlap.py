@@ -11,6 +11,7 @@ import torch
 from moeplan.executor.fiber import Fiber
 from moeplan.executor.lane import Tensors, ThreadLane, Ticket, exchange_lane
 from moeplan.executor.lane import Work as LaneWork
+from moeplan.kernels.weight_grad_queue import WeightGradQueue
 from moeplan.pipeline_order import paired_order
 from moeplan.plan import Plan
 from tests.executor.cases import build_trainer, tiny_plan
@@ -118,7 +119,10 @@ def test_other_overlaps_equal_alone(pools: Pools, folding: str) -> None:
 
 
 class Event(NamedTuple):
-    """Something that a side (forward or backward) does: an exchange starts, runs, or is waited for; compute runs."""
+    """Something that a side (forward or backward) does: an exchange starts, runs, or is waited for; compute runs.
+
+    Of weight gradients that were delayed, ``number`` run together.
+    """
 
     side: str
     what: str
@@ -162,6 +166,13 @@ class Recorder:
                 self.note(fiber.name, "compute", -1, begin_s)
             return place
 
+        run_queue = WeightGradQueue.run
+
+        def recorded_run(queue: WeightGradQueue) -> None:
+            self.note("weights", "delayed", len(queue))
+            run_queue(queue)
+
+        patch.setattr(WeightGradQueue, "run", recorded_run)
         patch.setattr(lane, "start", recorded_start)
         patch.setattr(Fiber, "advance", recorded_advance)
 
@@ -196,6 +207,7 @@ def test_each_exchange_of_a_pair_is_waited_for_after_the_other_side_computed(poo
     plan = tiny_plan(WINDOWED, 2, ep=2, ep_overlap=True, delay_wgrad=True)
     num_moe = sum(kind == "moe" for kind in WINDOWED.layer_kinds)
     num_pairs = plan.num_micro_batches - 1
+    num_matrices = 4 * WINDOWED.num_layers + 2 * num_moe  # attention 2, MLP or shared expert 2, experts 2
     for events in pools[2].run(recorded_step, plan):
         # Dispatch and combine of a layer, each forward and backward.
         assert hidden(events) == (4 * num_moe * num_pairs, 4 * num_moe * num_pairs)
@@ -203,6 +215,10 @@ def test_each_exchange_of_a_pair_is_waited_for_after_the_other_side_computed(poo
         exchanges = [event for event in events if event.what == "exchange"]
         computed = [event for event in events if event.what == "compute"]
         assert [event.number for event in exchanges] == sorted(event.number for event in exchanges)
+        # Both matrices of the experts wait, and those of attention, shared expert and dense layers.
+        delayed = [event.number for event in events if event.what == "delayed"]
+        assert delayed.count(2) == num_moe * num_pairs
+        assert sum(delayed) == num_pairs * num_matrices
         assert any(
             compute.side != exchange.side and exchange.begin_s < compute.end_s and compute.begin_s < exchange.end_s
             for exchange in exchanges
