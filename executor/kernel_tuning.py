@@ -20,7 +20,7 @@ from moeplan.executor.mesh import Mesh
 from moeplan.files import write_text_atomically
 from moeplan.kernels import grouped_gemm, grouped_weight_grad
 from moeplan.kernels.back_end_choice import Shape, choices, choose
-from moeplan.kernels.grouped_weight_grad import add_grouped_weight_grad_, triton_takes
+from moeplan.kernels.grouped_weight_grad import TRITON, add_grouped_weight_grad_, triton_takes
 from moeplan.kernels.main_grad import MainGrad
 from moeplan.plan import Plan
 
@@ -96,7 +96,7 @@ def _measure(shape: Shape, num_rows: int, device: torch.device) -> dict[str, dic
     names = ["torch", "by_expert"] if num_rows >= _LARGE_EXPERT_ROWS * E else ["torch"]
     products = {name: _product(name, x_RH, weight_EHF, offsets_E, grad_RF) for name in names}
     if triton_takes(main.total, x_RH):
-        names.append("triton")
+        names += TRITON
     additions = {name: _addition(name, main, x_RH.detach(), grad_RF, offsets_E) for name in names}
     return {grouped_gemm.OPERATION: take_turns(products), grouped_weight_grad.OPERATION: take_turns(additions)}
 

@@ -8,7 +8,9 @@ from typing import Protocol
 from torch import Tensor
 
 from moeplan.kernels import grouped_gemm_by_expert, grouped_gemm_reference, grouped_gemm_torch
-from moeplan.kernels.back_end_choice import chosen
+from moeplan.kernels.back_end_choice import Shape, chosen
+from moeplan.kernels.grouped_weight_grad import OPERATION as WEIGHT_GRAD
+from moeplan.kernels.host_offsets import start_host_copy
 
 OPERATION = "grouped_gemm"
 
@@ -33,4 +35,7 @@ def grouped_gemm(x_TH: Tensor, weight_EHF: Tensor, offsets_E: Tensor, *, backend
     ``offsets[e - 1]`` to ``offsets[e]``, an empty expert repeats its predecessor, and the last offset must be T. x and
     weight share a dtype. Without ``backend``: the one chosen for this shape, else torch's. KeyError for an unknown one.
     """
-    return BACKENDS[backend or chosen(OPERATION, tuple(weight_EHF.shape)) or "torch"](x_TH, weight_EHF, offsets_E)
+    shape: Shape = tuple(weight_EHF.shape)
+    if chosen(WEIGHT_GRAD, shape) == "by_expert":
+        start_host_copy(offsets_E)  # backward then need not wait for what runs before it
+    return BACKENDS[backend or chosen(OPERATION, shape) or "torch"](x_TH, weight_EHF, offsets_E)

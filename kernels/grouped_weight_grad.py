@@ -3,6 +3,7 @@
 Shapes: T rows sorted by expert, H input width, F output width, E experts.
 """
 
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -21,16 +22,18 @@ class GroupedWeightGrad(Protocol):
     def __call__(self, main: MainGrad, x_TH: Tensor, grad_TF: Tensor, offsets_E: Tensor) -> None: ...
 
 
-def _triton(main: MainGrad, x_TH: Tensor, grad_TF: Tensor, offsets_E: Tensor) -> None:
+def _triton(name: str, main: MainGrad, x_TH: Tensor, grad_TF: Tensor, offsets_E: Tensor) -> None:
     from moeplan.kernels import grouped_weight_grad_triton  # noqa: PLC0415 - loads a compiler no CPU process needs
 
-    grouped_weight_grad_triton.add_(main, x_TH, grad_TF, offsets_E)
+    grouped_weight_grad_triton.add_(main, x_TH, grad_TF, offsets_E, name)
 
 
+# The kernel with tiles of several shapes: which is fastest depends on the experts.
+TRITON = ("triton", "triton_rows32", "triton_tile128")
 BACKENDS: dict[str, GroupedWeightGrad] = {
     "by_expert": grouped_weight_grad_torch.add_by_expert_,
     "torch": grouped_weight_grad_torch.add_,
-    "triton": _triton,
+    **{name: partial(_triton, name) for name in TRITON},
 }
 
 

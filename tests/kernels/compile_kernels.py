@@ -56,7 +56,7 @@ KERNELS = (
     (cross_entropy_triton._gradient, "*bf16 *fp32 *fp32 *i64 i32", [FP32]),
     (
         grouped_weight_grad_triton._add_products,
-        "tensordesc<bf16[64,128]> tensordesc<bf16[64,256]> tensordesc<fp32[1,128,64]> *bf16 *bf16 *i32 i32 i32 i32",
+        "tensordesc<bf16[64,128]> tensordesc<bf16[64,256]> tensordesc<fp32[1,128,64]> *i32 i32 i32 i32",
         WEIGHT_GRAD,
     ),
     (norm_triton._norm, "*bf16 *bf16 *bf16 *fp32 i32 i32 fp32", NORM),

@@ -3,7 +3,7 @@ import torch
 
 from moeplan.kernels import grouped_gemm as module
 from moeplan.kernels.back_end_choice import choices, choose, chosen, forget
-from moeplan.kernels.host_offsets import host_offsets
+from moeplan.kernels.host_offsets import host_offsets, start_host_copy
 
 
 @pytest.fixture(autouse=True)
@@ -33,8 +33,17 @@ def test_the_chosen_back_end_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ran == ["other"]
 
 
-def test_offsets_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.gpu
+def test_offsets_sent_ahead_arrive() -> None:
+    offsets_E = torch.arange(4, device="cuda", dtype=torch.int32).cumsum(0).to(torch.int32)
+    start_host_copy(offsets_E)
+    offsets_E.zero_()
+    assert host_offsets(offsets_E) == host_offsets(offsets_E) == (0, 1, 3, 6)
+
+
+def test_offsets_are_read_once() -> None:
     offsets_E = torch.tensor([1, 3], dtype=torch.int32)
+    start_host_copy(offsets_E)
     assert host_offsets(offsets_E) == (1, 3)
     offsets_E[0] = 2
     assert host_offsets(offsets_E) == (1, 3)

@@ -97,10 +97,13 @@ class TestTorchBf16(Contract):
 class TestTriton(Contract):
     backend = "triton"
 
-    def test_several_tiles_of_the_output(self) -> None:
-        self.H, self.F = 136, 264  # a tile is 128 x 256
+    @pytest.mark.parametrize("backend", ["triton", "triton_rows32", "triton_tile128"])
+    def test_several_tiles_of_the_output(self, backend: str) -> None:
+        self.backend, self.H, self.F = backend, 136, 264  # a tile is 128 x 256 or 128 x 128
         self._run([70, 0, 3])
 
 
 def test_back_ends_are_all_tested() -> None:
-    assert set(BACKENDS) == {"by_expert", "torch", "triton"}
+    from moeplan.kernels.grouped_weight_grad_triton import CONFIGS
+
+    assert set(BACKENDS) == {"by_expert", "torch", *CONFIGS}
