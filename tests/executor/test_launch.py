@@ -9,14 +9,12 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
 from moeplan.errors import InvalidInputError, RunFailedError
 from moeplan.executor.launch import Rendezvous, launch
-from moeplan.plan import Plan
 from moeplan.results import Figures
 from tests.executor.cases import GQA_MODEL, tiny_plan
 from tests.executor.run_files import files
