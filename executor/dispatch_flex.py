@@ -175,7 +175,7 @@ def _copies(wanted: Tensor, num_rows: int) -> RowMap:
 
 def _true_first(mask: Tensor, num_true: int) -> Tensor:
     """Flat indices of the true elements, in order, where their number is known: no wait."""
-    return torch.sort(~mask.flatten(), stable=True).indices[:num_true]
+    return torch.sort((~mask).flatten().to(torch.uint8), stable=True).indices[:num_true]
 
 
 def _at(values: tuple[int, ...], places: slice, size: int) -> tuple[int, ...]:

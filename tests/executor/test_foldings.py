@@ -91,6 +91,24 @@ REST_DISPATCHED: dict[str, tuple[int, str, dict[str, Any], int]] = {
     "dp8, ep8, flex over four hosts": (8, "windowed", {"ep": 8, **FLEX}, 2),
     "tp2 dp4, ep8, allgather": (8, "mla", {"tp": 2, "ep": 8, "dispatcher": "allgather"}, 8),
     "dp4, ep4, flex beside other micro-batches": (4, "gqa", {"ep": 4, "ep_overlap": True, **FLEX}, 2),
+    "dp4, ep4, dropping beside other micro-batches": (
+        4,
+        "dropping",
+        {"ep": 4, "ep_overlap": True, "routing": "drop"},
+        4,
+    ),
+    "dp4, ep4, allgather beside the shared expert": (
+        4,
+        "gqa",
+        {"ep": 4, "shared_expert_overlap": True, "dispatcher": "allgather"},
+        4,
+    ),
+    "tp2 dp2, etp2 ep2, flex beside the shared expert": (
+        4,
+        "gqa",
+        {"tp": 2, "etp": 2, "ep": 2, "shared_expert_overlap": True, **FLEX},
+        2,
+    ),
 }
 
 
