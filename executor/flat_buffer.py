@@ -160,6 +160,16 @@ class FlatBuffer:
             with scope("pp_comm"):
                 all_reduce(shared.inside(grads), self.copies.pipeline)
 
+    @property
+    def is_reducing(self) -> bool:
+        """Whether a sum of gradients is under way."""
+        return self._reducing is not None
+
+    @property
+    def is_gathering(self) -> bool:
+        """Whether weights are under way."""
+        return self._gathering is not None
+
     def clear_grads(self) -> None:
         """Begin a step."""
         for main in self.main_grads:

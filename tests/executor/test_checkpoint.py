@@ -34,6 +34,21 @@ QUICK: dict[str, tuple[str, Side, Side]] = {
     "pp2 vp2 etp2 to one process": ("mla", (4, {"pp": 2, "vp": 2, "etp": 2, "layout": "Et|tt|tm|mL"}), (1, {})),
 }
 REST: dict[str, tuple[str, Side, Side]] = {
+    "full sharding of four to tp2 states on the host": (
+        "gqa",
+        (4, {"sharding": "full", "ep": 2}),
+        (4, {"tp": 2, "offload_optimizer_states": True}),
+    ),
+    "one process to hybrid sharding of four": (
+        "mla",
+        (1, {}),
+        (4, {"sharding": "full", "dp_replicate": 2, "ep": 2}),
+    ),
+    "hybrid sharding, part on the host, to full sharding over pp2": (
+        "gqa",
+        (4, {"sharding": "full", "dp_replicate": 2, "optimizer_cpu_frac": 0.3}),
+        (4, {"sharding": "full", "pp": 2}),
+    ),
     "one process to tp2 ep2": ("mla", (1, {}), (4, {"tp": 2, "ep": 2})),
     "tp4 ep8 of eight to etp4 of four": ("gqa", (8, {"tp": 4, "ep": 8}), (4, {"etp": 4})),
     "replicated states of two to pp4": ("mla", (2, {"sharding": "none"}), (4, {"pp": 4})),
@@ -121,6 +136,32 @@ def test_bf16_goes_on_bit_by_bit(tmp_path: Path) -> None:
     assert again.checkpoints is not None
     assert again.checkpoints.load() == SAVED_AFTER
     assert [again.step(number) for number in range(SAVED_AFTER, STEPS)] == expected
+
+
+@pytest.mark.parametrize("changes", [{}, {"offload_optimizer_states": True}, {"optimizer_cpu_frac": 0.5}])
+def test_bf16_moments_go_on_bit_by_bit_wherever_they_are(tmp_path: Path, changes: dict[str, Any]) -> None:
+    plan, run = tiny_plan(GQA, 1, precision="bf16", moment_dtype="bf16"), saving(tmp_path)
+    trainer = build_trainer(0, plan, run)
+    assert trainer.checkpoints is not None
+    for number in range(SAVED_AFTER):
+        trainer.step(number)
+    trainer.checkpoints.save(SAVED_AFTER)
+    expected = [trainer.step(number) for number in range(SAVED_AFTER, STEPS)]
+    again = build_trainer(0, plan.replace(**changes), run)
+    assert again.checkpoints is not None
+    assert again.checkpoints.load() == SAVED_AFTER
+    assert [again.step(number) for number in range(SAVED_AFTER, STEPS)] == expected
+
+
+def test_moments_of_another_type_go_on(tmp_path: Path) -> None:
+    run = save_alone(tmp_path)
+    for moment_dtype in ("fp32", "bf16"):
+        trainer = build_trainer(0, tiny_plan(GQA, 1, precision="fp32", moment_dtype=moment_dtype), run)
+        assert trainer.checkpoints is not None
+        losses = [trainer.step(number).loss for number in range(trainer.checkpoints.load(), STEPS)]
+        # 8 bits of the moments: 0.4 % of two updates.
+        tolerance = 1e-4 if moment_dtype == "fp32" else 2e-3
+        torch.testing.assert_close(losses, alone("gqa").losses[SAVED_AFTER:], rtol=0, atol=tolerance)
 
 
 def test_another_precision_goes_on(tmp_path: Path) -> None:
