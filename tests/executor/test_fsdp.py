@@ -1,0 +1,177 @@
+"""What a rank keeps under each sharding, and when weights and gradients travel."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from moeplan.executor.fsdp import ShardedBuffer
+from moeplan.executor.mesh import build_mesh
+from moeplan.executor.model import Transformer
+from moeplan.executor.train import Trainer
+from moeplan.executor.units import class_units, layer_units
+from moeplan.hwprofiles.load import load_profile
+from moeplan.plan import Plan
+from moeplan.run_config import RunConfig
+from moeplan.simulator.memory import memory_by_rank
+from moeplan.simulator.stack import load_stack
+from tests.executor.cases import build_trainer, tiny_plan
+from tests.executor.folding_cases import MODELS
+from tests.executor.gloo_pool import GlooPool, gloo_pool
+
+RUN = RunConfig(lr=3e-3)
+CATEGORIES = ("weights", "gradients", "optimizer")
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GlooPool]:
+    with gloo_pool(4, tmp_path_factory.mktemp("gloo")) as pool:
+        yield pool
+
+
+def plan_of(model: str, changes: dict[str, Any]) -> Plan:
+    return tiny_plan(MODELS[model], 4, **changes)
+
+
+def bytes_kept(rank: int, model: str, changes: dict[str, Any]) -> tuple[int, dict[str, int], int]:
+    """Pipeline rank, bytes of each category after a step, and bytes of all storages that those claim to be."""
+    trainer = build_trainer(rank, plan_of(model, changes), RUN)
+    trainer.step(0)
+    trainer.optimizer.finish_gathers()
+    optimizer = trainer.optimizer
+    held = (optimizer.weight_bytes, optimizer.grad_bytes, optimizer.state_bytes)
+    storages = {}
+    for one in optimizer.classes:
+        buffer, states = one.buffer, [flat for part in one.parts for flat in part.flats.values()]
+        for flat in (buffer.weights, buffer.grads, buffer.resident_weights, buffer.resident_grads, *states):
+            storages[flat.untyped_storage()._cdata] = flat.untyped_storage().nbytes()
+    return trainer.mesh.pp.index, dict(zip(CATEGORIES, held, strict=True)), sum(storages.values())
+
+
+@pytest.mark.parametrize(
+    "model, changes",
+    [
+        ("gqa", {"sharding": "full", "ep": 2, "precision": "bf16"}),
+        ("gqa", {"sharding": "full", "dp_replicate": 2, "ep": 2, "precision": "bf16", "moment_dtype": "bf16"}),
+        ("windowed", {"sharding": "full", "pp": 2, "precision": "bf16", "grad_dtype": "bf16"}),
+        ("mla", {"sharding": "full", "ep": 2, "precision": "bf16"}),
+        ("windowed", {"sharding": "full", "tp": 2, "precision": "fp32"}),
+        ("gqa", {"sharding": "optimizer", "ep": 2, "precision": "bf16", "moment_dtype": "bf16"}),
+        ("gqa", {"sharding": "optimizer", "dp_replicate": 2, "precision": "bf16"}),
+        ("windowed", {"sharding": "none", "ep": 4, "precision": "bf16"}),
+    ],
+)
+def test_bytes_of_a_rank_are_the_simulators(pool: GlooPool, model: str, changes: dict[str, Any]) -> None:
+    plan = plan_of(model, changes)
+    expected = memory_by_rank(plan.model, plan.point, load_stack("native"), load_profile("h200"))
+    for stage, found, storage_bytes in pool.run(bytes_kept, model, changes):
+        assert found == {category: expected[category][stage] for category in CATEGORIES}  # type: ignore[index]
+        assert storage_bytes == sum(found.values())
+
+
+def most_whole(rank: int, changes: dict[str, Any]) -> tuple[int, int, int, int]:
+    """Layers whole at once, most and at the end, and layers with whole gradients at once, most and at the end."""
+    trainer = build_trainer(rank, plan_of("gqa", changes), RUN)
+    layers = {id(layer) for layer in trainer.model.layers}
+    buffers = [
+        one.buffer
+        for one in trainer.optimizer.classes
+        if isinstance(one.buffer, ShardedBuffer) and id(one.unit.modules[0]) in layers and not one.unit.is_expert
+    ]
+    seen = [(0, 0)]
+
+    def look(*_: object) -> None:
+        seen.append(counts())
+
+    def counts() -> tuple[int, int]:
+        whole = sum(one.weights.untyped_storage().nbytes() > 0 for one in buffers)
+        return whole, sum(one.grads.untyped_storage().nbytes() > 0 for one in buffers)
+
+    for module in trainer.model.modules():
+        if isinstance(module, nn.Module) and not list(module.children()):
+            module.register_forward_hook(look)
+            module.register_full_backward_hook(look)
+    trainer.step(0)
+    most = [max(column) for column in zip(*seen, strict=True)]
+    return most[0], counts()[0], most[1], counts()[1]
+
+
+@pytest.mark.parametrize("recompute", [(), ("full",)])
+@pytest.mark.parametrize("prefetches", [True, False])
+def test_two_layers_are_whole_at_most(pool: GlooPool, recompute: tuple[str, ...], *, prefetches: bool) -> None:
+    changes = {"sharding": "full", "recompute": recompute, "overlap_param_gather": prefetches}
+    for most, left, most_grads, left_grads in pool.run(most_whole, changes):
+        assert most == (2 if prefetches else 1)
+        assert 1 <= most_grads <= 2
+        assert (left, left_grads) == (0, 0)
+
+
+def under_way(rank: int, changes: dict[str, Any]) -> tuple[list[bool], list[bool], int]:
+    """Per unit: gradients travel when backward ends; weights travel when the step does; units reduced by then."""
+    trainer = build_trainer(rank, plan_of("gqa", changes), RUN)
+    reducing: list[bool] = []
+    reduce_grads = trainer.optimizer.reduce_grads
+
+    def watched() -> list[float]:
+        reducing.extend(one.buffer.is_reducing for one in trainer.optimizer.classes)
+        return reduce_grads()
+
+    trainer.optimizer.reduce_grads = watched  # type: ignore[method-assign]
+    trainer.step(0)
+    gathering = [one.buffer.is_gathering for one in trainer.optimizer.classes]
+    trainer.step(1)
+    return reducing[: len(gathering)], gathering, len(reducing)
+
+
+def test_layers_reduce_in_backward_and_gather_in_forward(pool: GlooPool) -> None:
+    for reducing, gathering, num_seen in pool.run(under_way, {"ep": 2}):
+        # Embedding, head and last norm are no layer: a dense unit that waits for the end of backward.
+        assert reducing == [False, *[True] * (len(reducing) - 1)]
+        assert all(gathering)
+        assert num_seen == 2 * len(reducing)
+
+
+def test_without_overlap_one_unit_a_class_waits_for_the_end(pool: GlooPool) -> None:
+    changes = {"ep": 2, "overlap_grad_reduce": False, "overlap_param_gather": False}
+    for reducing, gathering, _ in pool.run(under_way, changes):
+        assert reducing == gathering == [False, False]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_units_hold_every_parameter_once(model: str) -> None:
+    trainer = build_trainer(0, tiny_plan(MODELS[model], 1), RUN)
+    everything = {id(entry) for entry in trainer.model.table.entries}
+    for units in (layer_units(trainer.model), class_units(trainer.model)):
+        found = [id(entry) for unit in units for entry in unit.entries]
+        assert len(found) == len(set(found))
+        assert set(found) == everything
+        assert all(len({entry.is_expert for entry in unit.entries}) == 1 for unit in units)
+    dense, moe = (sum(kind == one for kind in MODELS[model].layer_kinds) for one in ("dense", "moe"))
+    assert len(layer_units(trainer.model)) == 1 + dense + 2 * (moe + MODELS[model].num_mtp_layers)
+
+
+def test_parameters_have_no_storage_before_they_are_split() -> None:
+    plan = tiny_plan(MODELS["gqa"], 1, sharding="full")
+    model = Transformer(plan, build_mesh(plan.folding, 0), 0, torch.device("cpu"))
+    assert all(entry.parameter.untyped_storage().nbytes() == 0 for entry in model.table.entries)
+
+
+def written(rank: int, changes: dict[str, Any]) -> list[bool]:
+    """Whether weights that were written whole are there at the next look, and the update starts from them."""
+    trainer: Trainer = build_trainer(rank, plan_of("gqa", changes), RUN)
+    with trainer.optimizer.whole_weights(writes=True):
+        for entry in trainer.model.table.entries:
+            entry.parameter.data.fill_(0.25)
+    with trainer.optimizer.whole_weights():
+        kept = [bool((entry.parameter == 0.25).all()) for entry in trainer.model.table.entries]
+    held = (flat for one in trainer.optimizer.classes for part in one.parts for flat in [part.flats["weight"]])
+    ends = [one.updated.size - one.buffer.num_elements for one in trainer.optimizer.classes]
+    assert all(end <= 0 or end < 4 for end in ends)
+    return kept + [bool((flat[:1] == 0.25).all()) for flat in held]
+
+
+def test_weights_can_be_written_whole(pool: GlooPool) -> None:
+    for changes in ({"sharding": "full", "precision": "bf16"}, {"precision": "bf16", "optimizer_cpu_frac": 0.5}):
+        assert all(all(found) for found in pool.run(written, changes))
