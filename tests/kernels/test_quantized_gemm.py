@@ -1,0 +1,122 @@
+"""What every back end of quantized GEMMs must do; a new one inherits Contract.
+
+Tolerances, as relative errors of the norm: a random tensor is off by 2.6 % in e4m3 with one scale, 5.2 % in e5m2, 9.6 %
+in e2m1 with blocks of 16, so a product of two by the root of the sum of their squares. Where back ends meet, both read
+the same stored bits and differ by bf16's rounding: 2**-9, or 2**-8 under the interpreter, which cuts.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+
+from moeplan.kernels import quantized_gemm_reference as reference
+from moeplan.kernels.padded_rows import PaddedRows, dense_rows, padded_rows
+from moeplan.kernels.quantized_gemm import BACKENDS, QuantizedGemm, backend_of
+from moeplan.kernels.recipes import RECIPES
+from tests.kernels.fp8_interpreter import exact_fp8
+
+# Root of the sum of squares of both operands' errors, a fifth on top.
+FORWARD_ERROR = {"fp8_delayed": 0.045, "fp8_current": 0.045, "fp8_blockwise": 0.044, "mxfp8": 0.047, "nvfp4": 0.19}
+GRADIENT_ERROR = {"fp8_delayed": 0.07, "fp8_current": 0.07, "fp8_blockwise": 0.044, "mxfp8": 0.047, "nvfp4": 0.26}
+ROWS = {
+    "ragged": [70, 0, 130, 3],
+    "one takes all": [0, 0, 150, 0],
+    "one matrix": [150],
+    "many empty": [5 if expert % 8 == 0 else 0 for expert in range(32)],
+}
+WIDTH, OUT = 128, 256
+
+
+def _rows(counts: list[int]) -> PaddedRows:
+    if len(counts) == 1:
+        return dense_rows(counts[0], torch.device("cpu"))
+    return padded_rows(torch.tensor(counts).cumsum(0).int(), sum(counts))
+
+
+def _operands(counts: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(len(counts))
+    shapes = ((sum(counts), WIDTH), (sum(counts), OUT), (len(counts), OUT, WIDTH))
+    x, grad, weight = (torch.randn(shape, generator=generator) for shape in shapes)
+    return x.bfloat16(), (grad * 1e-3).bfloat16(), (weight * 0.02).bfloat16()
+
+
+def _products(backend: QuantizedGemm, name: str, counts: list[int]) -> list[Tensor]:
+    """Output, gradient of the input, and weight gradients: written, and added to ones."""
+    recipe, rows = RECIPES[name], _rows(counts)
+    x_RC, grad_RO, weight_EOC = _operands(counts)
+    x = backend.quantize_rows(x_RC, rows, recipe, is_gradient=False)
+    grad = backend.quantize_rows(grad_RO, rows, recipe, is_gradient=True)
+    weight = backend.quantize_weights(weight_EOC, recipe)
+    written, added = torch.full(weight_EOC.shape, 7.0), torch.ones(weight_EOC.shape)
+    backend.gradient_(written, grad.turned, x.turned, rows, recipe, add=False)
+    backend.gradient_(added, grad.turned, x.turned, rows, recipe, add=True)
+    forward = backend.multiply(x.as_is, weight.as_is, rows, recipe)
+    return [forward, backend.multiply(grad.as_is, weight.turned, rows, recipe), written, added - 1]
+
+
+def _exact(counts: list[int]) -> list[Tensor]:
+    x_RC, grad_RO, weight_EOC = (tensor.double() for tensor in _operands(counts))
+    groups = list(zip(x_RC.split(counts), grad_RO.split(counts), weight_EOC, strict=True))
+    forward = torch.cat([x @ weight.t() for x, _, weight in groups])
+    backward = torch.cat([grad @ weight for _, grad, weight in groups])
+    weights = torch.stack([grad.t() @ x for x, grad, _ in groups])
+    return [forward, backward, weights, weights]
+
+
+def _relative(got: Tensor, expected: Tensor) -> float:
+    return float((got.double() - expected.double()).norm() / expected.double().norm())
+
+
+class Contract:
+    backend: str
+    recipes = tuple(RECIPES)
+
+    @pytest.mark.parametrize("case", ROWS)
+    def test_products_are_off_by_the_rounding_of_their_operands(self, case: str) -> None:
+        counts = ROWS[case]
+        for name in self.recipes:
+            with exact_fp8():
+                products = _products(BACKENDS[self.backend](), name, counts)
+            errors = [_relative(got, exact) for got, exact in zip(products, _exact(counts), strict=True)]
+            assert errors[0] < FORWARD_ERROR[name], name
+            assert max(errors[1:]) < GRADIENT_ERROR[name], name
+
+    def test_an_expert_without_rows_gets_no_gradient(self) -> None:
+        for name in self.recipes:
+            with exact_fp8():
+                *_, written, added = _products(BACKENDS[self.backend](), name, ROWS["one takes all"])
+            assert written.flatten(1).any(1).tolist() == [False, False, True, False]
+            assert added.flatten(1).any(1).tolist() == [False, False, True, False]
+
+    def test_no_rows_at_all(self) -> None:
+        for name in self.recipes:
+            forward, backward, written, added = _products(BACKENDS[self.backend](), name, [0, 0])
+            assert (len(forward), len(backward)) == (0, 0)
+            assert not written.any()
+            assert not added.any()
+
+
+class TestReference(Contract):
+    backend = "reference"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="compiled for the GPU: test_quantized_on_gpu.py")
+class TestTriton(Contract):
+    backend = "triton"
+    recipes = ("fp8_current", "fp8_blockwise")
+
+    @pytest.mark.parametrize("name", recipes)
+    def test_stored_bits_and_products_are_those_of_the_reference(self, name: str) -> None:
+        counts = ROWS["ragged"]
+        with exact_fp8():
+            got = _products(BACKENDS["triton"](), name, counts)
+        for one, other in zip(got, _products(reference, name, counts), strict=True):
+            assert _relative(one, other) < 2**-7
+
+
+def test_every_back_end_has_a_contract_test() -> None:
+    assert {contract.backend for contract in Contract.__subclasses__()} == set(BACKENDS)
+
+
+def test_a_cpu_multiplies_by_the_reference() -> None:
+    assert {backend_of(name, torch.zeros(1, 128, 128)) for name in RECIPES} == {"reference"}
