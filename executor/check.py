@@ -12,11 +12,12 @@ from moeplan.model_spec import ModelSpec
 from moeplan.plan import Plan
 from moeplan.run_config import RunConfig
 from moeplan.upcycling import check_upcycling
+from moeplan.vocabulary import PRECISIONS
 
 # Fields that Megatron executes and the native executor does not.
 _DEFAULT_ONLY = (
     "cp_comm", "cp_a2a_size", "packed_lengths",
-    "cuda_graph", "fused_grouped_mlp", "permute_fusion", "router_fusion", "fp8_primary_weights", "fp8_attention",
+    "fused_grouped_mlp", "permute_fusion", "router_fusion", "fp8_primary_weights", "fp8_attention",
     "tp_comm_overlap",
 )  # fmt: skip
 
@@ -40,10 +41,42 @@ def _plan_limits(plan: Plan) -> Iterator[tuple[str, object, str, str]]:
         yield "dispatch_sms", plan.dispatch_sms, "0, but for the libraries of flex", "leave dispatch_sms out"
     if plan.sharding == "full" and plan.delay_wgrad:
         yield "delay_wgrad", "true", "it without full sharding, whose gradients leave with their layer", "leave it out"
+    if plan.echo_slots and (PRECISIONS[plan.precision].quantized_bytes is not None or _has_expert_bias(plan.model)):
+        yield "echo_slots", plan.echo_slots, "it with plain experts without biases", "leave echo_slots out"
+    if plan.cuda_graph:
+        yield from _graph_limits(plan)
     for key in _DEFAULT_ONLY:
         got, default = getattr(plan, key), Plan.model_fields[key].default
         if got != default:
             yield key, got, f"{key} {default}", f"leave {key} out: it can be predicted, not run"
+
+
+def _graph_limits(plan: Plan) -> Iterator[tuple[str, object, str, str]]:
+    """What a graph of all micro-batches needs: one GPU, where no shape depends on routing, and no host in between."""
+    if plan.cuda_graph != ("full_iteration",) or plan.num_gpus > 1:
+        allowed = "none, and full_iteration on one GPU"
+        yield "cuda_graph", f"{', '.join(plan.cuda_graph)} on {plan.num_gpus} GPUs", allowed, "leave cuda_graph out"
+    if plan.precision not in {"bf16", "fp32"}:
+        yield "precision", plan.precision, "bf16 and fp32 in a CUDA graph", "leave cuda_graph out"
+    if plan.offload_layers or plan.offload_modules:
+        yield "cuda_graph", "full_iteration", "it without offload", "leave cuda_graph out"
+    moe = plan.model.moe
+    if moe is not None and moe.router.aux_loss == "global_aux_loss":
+        yield "model.moe.router.aux_loss", "global_aux_loss", "others in a CUDA graph", "leave cuda_graph out"
+
+
+def check_graph(plan: Plan, run: RunConfig) -> None:
+    """Raise InvalidInputError where the run looks at the routing of a micro-batch that a CUDA graph hides."""
+    for key in ("force_balance", "record_routing", "replay_routing"):
+        if plan.cuda_graph and getattr(run, key):
+            raise InvalidInputError(
+                f"{key}: got {getattr(run, key)} with cuda_graph {', '.join(plan.cuda_graph)}",
+                "leave cuda_graph out of the plan",
+            )
+
+
+def _has_expert_bias(model: ModelSpec) -> bool:
+    return model.moe is not None and model.moe.mlp_bias
 
 
 def _library_limits(plan: Plan) -> Iterator[tuple[str, object, str, str]]:

@@ -33,7 +33,7 @@ def dispatch_options(plan: Plan, moe: Moe) -> DispatchOptions:
     """Options of the layers of ``moe`` under the plan; capacity counts under routing ``drop`` alone."""
     drops = plan.routing == "drop"
     return DispatchOptions(
-        num_experts=moe.num_experts,
+        num_experts=moe.num_experts + plan.echo_slots * plan.ep,
         top_k=moe.top_k,
         probs_before_fc2=plan.memory_efficient_permutation,
         drops=drops,

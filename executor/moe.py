@@ -3,12 +3,16 @@
 Shapes: L tokens of this rank, K experts per token, E experts, H hidden, F expert width (of this rank), R rows.
 """
 
+from dataclasses import replace
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
 from moeplan.executor.collectives import all_reduce
 from moeplan.executor.dispatch import build_dispatcher
 from moeplan.executor.dtypes import at_least_fp32
+from moeplan.executor.echo import Echo, EchoWeights
 from moeplan.executor.exchange import Arrived
 from moeplan.executor.expert_bias import add_expert_bias
 from moeplan.executor.linear import local_linear
@@ -210,14 +214,16 @@ class Experts(nn.Module):
         self.in_bias_EG = table.add(*in_pieces, shape=in_shape, is_expert=True, is_decayed=False)
         self.out_bias_EH = table.add(*out_pieces, shape=out_shape, is_expert=True, is_decayed=False)
 
-    def forward(self, rows_RH: Tensor, probs_R: Tensor | None, offsets_E: Tensor) -> Tensor:
-        """Rows through their experts, times ``probs_R`` before the second GEMM where given."""
-        weights = (self.in_weight_EHF, self.out_weight_EFH)
+    def forward(
+        self, rows_RH: Tensor, probs_R: Tensor | None, offsets_E: Tensor, clones: EchoWeights | None = None
+    ) -> Tensor:
+        """Rows through their experts, or through ``clones``, times ``probs_R`` before the second GEMM where given."""
+        weights = (self.in_weight_EHF, self.out_weight_EFH) if clones is None else (clones.in_weight, clones.out_weight)
         if self.in_bias_EG is None and is_fused(*weights, self.kind):
             with offloading("expert_fc1", rows_RH, rest="moe_act"):
                 return quantized_experts(rows_RH, probs_R, offsets_E, *weights, self.kind)
         with scope("expert_gemm"), offloading("expert_fc1", rows_RH):
-            hidden_RG = expert_gemm(rows_RH, self.in_weight_EHF, offsets_E)
+            hidden_RG = expert_gemm(rows_RH, weights[0], offsets_E)
             if self.in_bias_EG is not None:
                 hidden_RG = add_expert_bias(hidden_RG, self.in_bias_EG, offsets_E)
 
@@ -227,7 +233,7 @@ class Experts(nn.Module):
 
         def project(hidden_RF: Tensor) -> Tensor:
             with scope("expert_gemm"):
-                out_RH = expert_gemm(hidden_RF, self.out_weight_EFH, offsets_E)
+                out_RH = expert_gemm(hidden_RF, weights[1], offsets_E)
                 if self.out_bias_EH is None:
                     return out_RH
                 return add_expert_bias(out_RH, self.out_bias_EH, offsets_E, probs_R, self.first_out_bias)
@@ -250,6 +256,7 @@ class MoeBlock(nn.Module):
         self.router = Router(plan, moe, f"{name}.router", mesh, table)
         self.dispatcher = build_dispatcher(plan, moe, mesh)
         self.experts = Experts(plan, moe, f"{name}.experts", mesh, table)
+        self.echo = Echo(mesh, moe.num_experts, plan.echo_slots) if plan.echo_slots else None
         self.shared: Mlp | None = None
         self.shared_gate: nn.Parameter | None = None
         if moe.shared_ffn_size:
@@ -271,11 +278,22 @@ class MoeBlock(nn.Module):
             return routed_LH + shared_LH
 
     def _route(self, x_LH: Tensor, beside: Beside | None = None) -> Tensor:
-        return route_tokens(self.dispatcher, self._run_experts, x_LH, self.router(x_LH), beside)
+        routing: Routing = self.router(x_LH)
+        if self.echo is None:
+            return route_tokens(self.dispatcher, self._run_experts, x_LH, routing, beside)
+        echo_plan = self.echo.plan(routing.expert_index_TK)
+        routing = replace(routing, expert_index_TK=self.echo.reroute(routing.expert_index_TK, echo_plan))
+        weights = (self.experts.in_weight_EHF, self.experts.out_weight_EFH)
+        clones = self.echo.fetch(*weights, echo_plan) if echo_plan.clones else None
+        return route_tokens(self.dispatcher, partial(self._run_experts, clones=clones), x_LH, routing, beside)
 
-    def _run_experts(self, arrived: Arrived) -> Tensor:
-        out_RH: Tensor = self.experts(arrived.rows, arrived.probs if self.probs_before_fc2 else None, arrived.offsets)
-        return out_RH
+    def _run_experts(self, arrived: Arrived, clones: EchoWeights | None = None) -> Tensor:
+        probs_R = arrived.probs if self.probs_before_fc2 else None
+        if self.echo is None:
+            out_RH: Tensor = self.experts(arrived.rows, probs_R, arrived.offsets)
+            return out_RH
+        with offloading("expert_fc1", arrived.rows):
+            return self.echo.run(self.experts, arrived.rows, probs_R, arrived.offsets, clones)
 
     def _share(self, x_LH: Tensor) -> Tensor:
         assert self.shared is not None

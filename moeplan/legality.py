@@ -35,6 +35,7 @@ def violations(model: ModelSpec, point: Point) -> Iterator[tuple[str, str]]:
     yield from _block_violations(model, point)
     yield from _deepep_violations(model, point)
     yield from _offload_violations(point)
+    yield from _echo_violations(model, point)
     yield from _replica_violations(model, point)
 
 
@@ -78,7 +79,8 @@ def _graph_violations(model: ModelSpec, point: Point) -> Iterator[tuple[str, str
         yield "cuda_graph", "moe_preprocess needs moe_router"
     is_padded = model.moe is not None and model.moe.router.pad_to_capacity
     is_hybrid = point.dispatcher == "flex" and point.flex_backend == "hybridep"
-    is_static = is_hybrid or (point.routing == "drop" and is_padded)
+    # On one GPU the experts' rows are the tokens' copies, however they are routed.
+    is_static = is_hybrid or (point.routing == "drop" and is_padded) or point.num_gpus == 1
     if model.moe is not None and scopes & {"full_iteration", "moe"} and not is_static:
         yield "cuda_graph", "graphs of whole MoE layers need routing drop or the hybridep dispatcher"
 
@@ -147,6 +149,19 @@ def _offload_violations(point: Point) -> Iterator[tuple[str, str]]:
         yield "offload_modules", f"graphs exclude {', '.join(sorted(norms))}"
     if point.optimizer_cpu_frac and point.offload_optimizer_states:
         yield "optimizer_cpu_frac", "excludes offload_optimizer_states"
+
+
+def _echo_violations(model: ModelSpec, point: Point) -> Iterator[tuple[str, str]]:
+    """Clones of hot experts (report section 3.5): between ranks that share experts, whose copies none drops."""
+    if not point.echo_slots:
+        return
+    if model.moe is None or point.ep == 1:
+        yield "echo_slots", "needs experts and ep > 1"
+    if point.routing == "drop":
+        yield "echo_slots", "excludes routing drop"
+    for key in ("ep_overlap", "shared_expert_overlap"):
+        if getattr(point, key):
+            yield "echo_slots", f"excludes {key}"
 
 
 def _expert_violations(model: ModelSpec, point: Point) -> Iterator[tuple[str, str]]:

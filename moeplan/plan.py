@@ -75,6 +75,7 @@ class Plan(Record):
     delay_wgrad: bool = Field(default=False, description="under ep_overlap, weight gradients wait for their own step")
     shared_expert_overlap: bool = Field(default=False, description="shared experts run beside the exchange")
     dispatch_sms: int = Field(default=0, ge=0, description="SMs given to the flex dispatcher; 0: its default")
+    echo_slots: int = Field(default=0, ge=0, description="spare slots a rank for clones of hot experts (ECHO); 0: none")
     routing: Routing = Field(
         default="balanced", description="load, balanced or natural; drop: at most model.moe.router.capacity_factor"
     )

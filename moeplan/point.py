@@ -50,6 +50,7 @@ class Point:
     delay_wgrad: bool
     shared_expert_overlap: bool
     dispatch_sms: int
+    echo_slots: int
     routing: Routing
     cuda_graph: tuple[CudaGraphScope, ...]
     fused_grouped_mlp: bool

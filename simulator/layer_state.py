@@ -7,6 +7,7 @@ from moeplan.model_spec import ModelSpec
 from moeplan.point import Point
 from moeplan.simulator.activations import ActivationKind, kept_bytes, saved_tensors
 from moeplan.simulator.dispatch import routed_load
+from moeplan.simulator.echo import clone_bytes, levelled_load
 from moeplan.simulator.placement import Chunk
 from moeplan.simulator.stack import SoftwareStack
 from moeplan.simulator.tensor_tables import Component
@@ -24,6 +25,7 @@ def expert_row_factor(model: ModelSpec, point: Point, stack: SoftwareStack) -> f
     if model.moe is None:
         return 1.0
     imbalance = routed_load(model.moe.router, point.routing, max(1.0, stack.time.natural_imbalance_frac.value))
+    imbalance = levelled_load(imbalance, point.echo_slots)
     padding = (PRECISIONS[point.precision].alignment - 1) / 2 * model.moe.num_experts / point.ep
     return imbalance * (1 + padding / (point.tokens_per_rank * model.moe.top_k * point.etp))
 
@@ -40,7 +42,8 @@ def layer_bytes(model: ModelSpec, kind: ActivationKind, point: Point, stack: Sof
     """Bytes one layer of that kind holds for one micro-batch: the sum of its parts."""
     kept = kept_bytes(model, kind, point, stack)
     extra = (expert_row_factor(model, point, stack) - 1) * kept.expert_rows_bytes
-    return kept.kept_bytes + kept.scales_bytes + extra + graph_io_bytes(model, kind, point, stack)
+    around = graph_io_bytes(model, kind, point, stack) + clone_bytes(model, kind, point)
+    return kept.kept_bytes + kept.scales_bytes + extra + around
 
 
 def layer_parts(model: ModelSpec, kind: ActivationKind, point: Point, stack: SoftwareStack) -> Iterator[Part]:
@@ -52,6 +55,7 @@ def layer_parts(model: ModelSpec, kind: ActivationKind, point: Point, stack: Sof
     extra = (expert_row_factor(model, point, stack) - 1) * kept.expert_rows_bytes
     yield "block_scales", "block scales of quantized tensors", kept.scales_bytes
     yield "experts", "rows of padding and imbalance", extra
+    yield "experts", "weights of clones", clone_bytes(model, kind, point)
     yield "graphs", "static inputs and outputs of graphs", graph_io_bytes(model, kind, point, stack)
 
 

@@ -5,6 +5,7 @@ from math import log2
 
 from moeplan.model_spec import Moe
 from moeplan.simulator.dispatch import LIBRARIES, PROBABILITY_BYTES, exchange_bytes, expected_distinct_bins, routed_load
+from moeplan.simulator.echo import clone_elements, levelled_load
 from moeplan.simulator.layer_builder import ACTIVATION_BACKWARD, NORM_BACKWARD, LayerBuilder
 from moeplan.simulator.op import Op, Segment
 from moeplan.vocabulary import RecomputeModule
@@ -194,8 +195,29 @@ def _permute(build: LayerBuilder, moe: Moe, name: str, segment: Segment, *, loca
     ]
 
 
+def _clones(build: LayerBuilder) -> list[Op]:
+    """Weights of clones from their homes; backward brings their gradients back."""
+    shape = build.shape
+    num_elements = clone_elements(build.model, shape.echo_slots, shape.etp)
+    if not num_elements:
+        return []
+    return [
+        Op(
+            name="clone_weights",
+            kind="all_to_all",
+            family="dispatch",
+            stream="dispatch",
+            scope="moe",
+            comm_bytes=num_elements * shape.element_bytes,
+            group=shape.ep_group,
+            modules=frozenset(("moe",)),
+        )
+    ]
+
+
 def _to_experts(build: LayerBuilder, moe: Moe) -> list[Op]:
     return [
+        *_clones(build),
         *_permute(build, moe, "permute", "before", local=False),
         *_exchange(build, moe, "dispatch", "dispatch"),
         *_permute(build, moe, "local_permute", "expert", local=True),
@@ -257,7 +279,7 @@ def _load(build: LayerBuilder) -> float:
     if router is None:
         return 1.0
     natural = 1.0 if router.expert_bias else build.stack.time.natural_imbalance_frac.value
-    return routed_load(router, build.shape.routing, natural)
+    return levelled_load(routed_load(router, build.shape.routing, natural), build.shape.echo_slots)
 
 
 def _grouped_gemm(build: LayerBuilder, name: str, sizes: tuple[float, float, float], num_groups: int) -> Op:

@@ -43,6 +43,7 @@ class OpShape:
     backend: DispatchBackend
     shared_expert_overlap: bool
     dispatch_sms: int
+    echo_slots: int
     routing: Routing
     cuda_graph: tuple[CudaGraphScope, ...]
     fused_grouped_mlp: bool
@@ -77,6 +78,7 @@ class OpShape:
             backend=stack.dispatch_backend(point),
             shared_expert_overlap=point.shared_expert_overlap,
             dispatch_sms=point.dispatch_sms,
+            echo_slots=point.echo_slots,
             routing=point.routing,
             cuda_graph=point.cuda_graph,
             fused_grouped_mlp=point.fused_grouped_mlp,

@@ -33,6 +33,7 @@ Feature = Literal[
     "offload_modules",
     "offload_optimizer_states",
     "optimizer_cpu_frac",
+    "echo_slots",
 ]
 FEATURES: tuple[Feature, ...] = get_args(Feature)
 SavedTensorTable = Literal["megatron", "native", "torchtitan", "korthikanti-2022"]
