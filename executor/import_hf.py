@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from moeplan.errors import InvalidInputError
+from moeplan.executor.dequantize_hf import BlockFp8Slices, Mxfp4Slices
 from moeplan.executor.parameters import Piece
-from moeplan.hf_folder import HfFolder
+from moeplan.hf_folder import FP8_FACTORS, MXFP4_BYTES, MXFP4_EXPONENTS, HfFolder
 from moeplan.hf_layout import Place, checkpoint_places
 
 
@@ -25,7 +26,15 @@ class HfWeights:
         return read_part(self._slices(place.name), place, piece.source)
 
     def _slices(self, name: str) -> Any:
-        """What reads slices of the tensor ``name``. Files stay open: they are mapped, not read."""
+        """What reads slices of the tensor ``name``, quantized or not."""
+        if self._folder.is_mxfp4(name):
+            return Mxfp4Slices(self._stored(name + MXFP4_BYTES), self._stored(name + MXFP4_EXPONENTS))
+        if self._folder.tensors[name].dtype == "F8_E4M3":
+            return BlockFp8Slices(self._stored(name), self._stored(name + FP8_FACTORS), self._folder.fp8_block)
+        return self._stored(name)
+
+    def _stored(self, name: str) -> Any:
+        """What reads slices of a tensor as it is stored. Files stay open: they are mapped, not read."""
         from safetensors import SafetensorError, safe_open  # noqa: PLC0415 - a run without import need not have it
 
         file = self._folder.tensors[name].file

@@ -18,6 +18,10 @@ from moeplan.model_spec import ModelSpec
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 DTYPES = ("F64", "F32", "F16", "BF16")
+# Endings of the tensors that a quantized one comes with: factors of blocks of FP8 values; MXFP4 bytes and exponents.
+FP8_FACTORS = "_scale_inv"
+MXFP4_BYTES, MXFP4_EXPONENTS = "_blocks", "_scales"
+MXFP4_BLOCK = 32
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 
@@ -32,12 +36,17 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class HfFolder:
-    """The model a folder says it holds, its family, and its tensors by name."""
+    """The model a folder says it holds, its family, its tensors by name; ``fp8_block``: rows and columns a factor."""
 
     path: Path
     model: ModelSpec
     family: str
     tensors: dict[str, Stored]
+    fp8_block: tuple[int, int] = (0, 0)
+
+    def is_mxfp4(self, name: str) -> bool:
+        """Whether the tensor ``name`` is stored as bytes of two 4-bit values."""
+        return name not in self.tensors and name + MXFP4_BYTES in self.tensors
 
 
 def open_folder(path: Path) -> HfFolder:
@@ -48,15 +57,27 @@ def open_folder(path: Path) -> HfFolder:
         )
     config: Any = read_json(path / "config.json")
     model = model_from_hf_config(config, str(path / "config.json"))
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method", "unknown")
-        raise InvalidInputError(
-            f"{path}: weights are quantized ({method}); F32, F16 and BF16 can be read", "convert them to BF16 first"
-        )
+    fp8_block = _fp8_block(path, config.get("quantization_config"))
     tensors: dict[str, Stored] = {}
     for file in _files(path):
         tensors |= _header(file)
-    return HfFolder(path, model, str(config["model_type"]), tensors)
+    return HfFolder(path, model, str(config["model_type"]), tensors, fp8_block)
+
+
+def _fp8_block(path: Path, quantization: Any) -> tuple[int, int]:
+    """Rows and columns of a block of FP8 values, zero where there are none."""
+    if not quantization:
+        return 0, 0
+    method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else "unknown"
+    if method == "mxfp4":
+        return 0, 0
+    block = quantization.get("weight_block_size") if method == "fp8" else None
+    if not (isinstance(block, list) and [type(size) for size in block] == [int, int] and min(block) > 0):
+        raise InvalidInputError(
+            f"{path}: weights are quantized ({method}); FP8 in blocks, MXFP4 and unquantized ones can be read",
+            "convert them to BF16 first",
+        )
+    return block[0], block[1]
 
 
 def _files(path: Path) -> list[Path]:
@@ -123,22 +144,34 @@ def check_same_model(folder: HfFolder, model: ModelSpec) -> None:
 def check_tensors(folder: HfFolder, model: ModelSpec) -> None:
     """Raise InvalidInputError unless the folder's files hold every weight of ``model``, each in its shape."""
     for places in checkpoint_places(model, folder.family).values():
-        found = folder.tensors.get(places[0].name)
-        if found is None:
-            raise InvalidInputError(
-                f"{folder.path}: no file holds the tensor {places[0].name}",
-                "the checkpoint is incomplete; get it again",
-            )
-        if found.shape != places[0].shape:
-            raise InvalidInputError(
-                f"{found.file}: {places[0].name} has shape {list(found.shape)}, the model has {list(places[0].shape)}",
-                "config.json and weights are of different models",
-            )
-        if found.dtype not in DTYPES:
-            raise InvalidInputError(
-                f"{found.file}: {places[0].name} is of type {found.dtype}, allowed: {', '.join(DTYPES)}",
-                "convert the weights to BF16 first",
-            )
+        name, shape = places[0].name, places[0].shape
+        if folder.is_mxfp4(name):
+            num_blocks = shape[1] // MXFP4_BLOCK
+            _check_tensor(folder, name + MXFP4_BYTES, (shape[0], shape[2], num_blocks, MXFP4_BLOCK // 2), ("U8",))
+            _check_tensor(folder, name + MXFP4_EXPONENTS, (shape[0], shape[2], num_blocks), ("U8",))
+            continue
+        _check_tensor(folder, name, shape, (*DTYPES, "F8_E4M3") if folder.fp8_block[0] else DTYPES)
+        if folder.tensors[name].dtype == "F8_E4M3":
+            blocks = tuple(-(-size // block) for size, block in zip(shape, folder.fp8_block, strict=True))
+            _check_tensor(folder, name + FP8_FACTORS, blocks, DTYPES)
+
+
+def _check_tensor(folder: HfFolder, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> None:
+    found = folder.tensors.get(name)
+    if found is None:
+        raise InvalidInputError(
+            f"{folder.path}: no file holds the tensor {name}", "the checkpoint is incomplete; get it again"
+        )
+    if found.shape != shape:
+        raise InvalidInputError(
+            f"{found.file}: {name} has shape {list(found.shape)}, the model has {list(shape)}",
+            "config.json and weights are of different models",
+        )
+    if found.dtype not in dtypes:
+        raise InvalidInputError(
+            f"{found.file}: {name} is of type {found.dtype}, allowed: {', '.join(dtypes)}",
+            "convert the weights to BF16 first",
+        )
 
 
 def _difference(key: str, model: ModelSpec, other: ModelSpec) -> str:

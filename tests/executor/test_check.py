@@ -8,9 +8,6 @@ from moeplan.model_spec import ModelSpec
 from moeplan.run_config import RunConfig
 from tests.executor.cases import GQA_MODEL, MLA_MODEL, tiny_plan
 
-MOE = GQA_MODEL.moe
-assert MOE is not None
-
 
 @pytest.mark.parametrize("model", [GQA_MODEL, MLA_MODEL])
 def test_what_the_executor_runs_passes(model: ModelSpec) -> None:
@@ -39,7 +36,9 @@ def test_each_limit_of_models_is_named() -> None:
     with pytest.raises(InvalidInputError, match=r"^model\.vocab_size: got 257, .* multiples of tp 2") as caught:
         check_supported(tiny_plan(GQA_MODEL.model_copy(update={"vocab_size": 257}), 4, tp=2))
     assert caught.value.hint
-    biased = GQA_MODEL.model_copy(update={"hidden_size": 36, "moe": MOE.model_copy(update={"mlp_bias": True})})
+    moe = GQA_MODEL.moe
+    assert moe is not None
+    biased = GQA_MODEL.model_copy(update={"hidden_size": 36, "moe": moe.model_copy(update={"mlp_bias": True})})
     check_supported(tiny_plan(biased, 4, etp=4))
     with pytest.raises(InvalidInputError, match=r"^etp: got 8, .* where etp divides model\.hidden_size 36"):
         check_supported(tiny_plan(biased, 8, etp=8))

@@ -179,7 +179,7 @@ def _other_shape(folder: Path) -> None:
     _edit(folder / "config.json", lambda config: config | {"vocab_size": 250})
 
 
-QUANTIZED = {"quant_method": "fp8"}
+QUANTIZED = {"quant_method": "fp8"}  # without blocks
 BROKEN: list[tuple[Callable[[Path], object], str]] = [
     (lambda folder: (folder / "config.json").unlink(), "file not found: .*config.json"),
     (lambda folder: _first_file(folder).unlink(), "model-00001-of-.* is missing, which model.safetensors.index"),
