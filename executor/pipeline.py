@@ -5,7 +5,7 @@ Under expert-parallel overlap each backward runs beside the forward that follows
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, cast
 
 import torch
@@ -19,6 +19,8 @@ from moeplan.executor.micro_batch import MicroBatch, loss_weights
 from moeplan.executor.model import ModelStage, Transformer, embedding_holders
 from moeplan.executor.overlap import PairRunner
 from moeplan.executor.pipeline_links import PipelineLinks
+from moeplan.executor.step_graph import StepGraph
+from moeplan.kernels.main_grad import main_grad_of
 from moeplan.pipeline_order import ChunkStep, paired_order, rank_order
 from moeplan.plan import Plan
 
@@ -65,6 +67,8 @@ class Pipeline:
 
         ``micro_batch`` gives the ids of each, counted from 0 on this rank's dp index.
         """
+        if self.plan.cuda_graph:
+            return self._graph.step(micro_batch, self.plan.num_micro_batches)
         self._loss_P = torch.zeros_like(self.weights_P)
         self.links.expect(("F", "B"), self._order)
         if self.pairs is None:
@@ -74,6 +78,19 @@ class Pipeline:
             self._run_pairs(self.pairs, micro_batch)
         self.links.finish()
         return self._loss_P
+
+    @cached_property
+    def _graph(self) -> StepGraph:
+        """Made at the first step: by then the optimizer has given every parameter its main gradient."""
+        entries = self.model.table.entries
+        mains = [main for entry in entries if (main := main_grad_of(entry.parameter)) is not None]
+        return StepGraph(self._whole, mains, self._loss_P)
+
+    def _whole(self, batch: MicroBatch) -> Tensor:
+        """Forward and backward of one micro-batch where this rank holds the whole model; its losses [depths]."""
+        out: Tensor = self._module(0)(batch, None)
+        (out * self.weights_P.to(out.dtype)).sum().backward()
+        return out.detach()
 
     def _run_step(
         self, step: ChunkStep, micro_batch: Callable[[int], MicroBatch], course: Course | None = None

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from moeplan.errors import InvalidInputError, MoeplanError, OutOfMemoryError
-from moeplan.executor.check import check_run, check_supported, check_world
+from moeplan.executor.check import check_graph, check_run, check_supported, check_world
 from moeplan.executor.data import open_tokens
 from moeplan.executor.determinism import make_deterministic
 from moeplan.executor.export_hf import export_hf, sharded_weights
@@ -80,6 +80,7 @@ def run_rank(plan_path: Path, run_path: Path | None, out_path: Path) -> None:
     check_world(plan, world_size)
     check_supported(plan)
     check_run(run)
+    check_graph(plan, run)
     tokens = open_tokens(plan, run)
     if run.deterministic:
         make_deterministic()

@@ -1,0 +1,47 @@
+"""Micro-batches by CUDA graphs: what plans may ask for it, and on a GPU the same steps as without."""
+
+import pytest
+import torch
+
+from moeplan.errors import InvalidInputError
+from moeplan.executor.check import check_graph, check_supported
+from moeplan.executor.data import open_tokens
+from moeplan.executor.mesh import build_mesh
+from moeplan.executor.step_graph import StepGraph
+from moeplan.executor.train import Trainer
+from moeplan.run_config import RunConfig
+from tests.executor.cases import GQA_MODEL, tiny_plan
+
+PLAN = tiny_plan(GQA_MODEL, 1, precision="bf16", cuda_graph=("full_iteration",))
+
+
+def test_one_gpu_may_have_it() -> None:
+    check_supported(PLAN)
+    check_graph(PLAN, RunConfig())
+
+
+def test_what_a_graph_cannot_hold_is_named() -> None:
+    with pytest.raises(InvalidInputError, match=r"^cuda_graph: got attn on 4 GPUs, .* full_iteration on one GPU"):
+        check_supported(tiny_plan(GQA_MODEL, 4, cuda_graph=("attn",)))
+    with pytest.raises(InvalidInputError, match=r"^precision: got fp64"):
+        check_supported(tiny_plan(GQA_MODEL, 1, cuda_graph=("full_iteration",)))
+    with pytest.raises(InvalidInputError, match=r"^force_balance: got True with cuda_graph full_iteration"):
+        check_graph(PLAN, RunConfig(force_balance=True))
+
+
+def test_a_cpu_has_no_graphs() -> None:
+    with pytest.raises(InvalidInputError, match=r"^cuda_graph: got full_iteration on a CPU"):
+        StepGraph(lambda _: torch.zeros(1), [], torch.zeros(1))
+
+
+@pytest.mark.gpu
+def test_steps_are_those_without_graphs() -> None:
+    device, losses = torch.device("cuda", 0), []
+    for plan in (PLAN, PLAN.replace(cuda_graph=())):
+        run = RunConfig(lr=1e-3)
+        trainer = Trainer(plan, run, build_mesh(plan.folding, 0), open_tokens(plan, run), device)
+        results = [trainer.step(number) for number in range(6)]
+        losses.append([(one.loss, one.grad_norm) for one in results])
+    for graphed, eager in zip(*losses, strict=True):
+        assert graphed == pytest.approx(eager, rel=1e-3)  # sums of gradients of the embedding come in any order
+    assert losses[0][-1][0] < losses[0][0][0]
