@@ -73,6 +73,7 @@ class _Setting(NamedTuple):
     etp: int
     memory_efficient_permutation: bool
     joins_output: bool
+    sums_at_experts: bool
 
 
 def saved_tensors(
@@ -109,6 +110,7 @@ def _setting(model: ModelSpec, kind: ActivationKind, point: Point, stack: Softwa
         etp=point.etp,
         memory_efficient_permutation=point.memory_efficient_permutation,
         joins_output=point.cp > 1 and point.cp_comm != "p2p",
+        sums_at_experts=point.dispatcher != "alltoall",
     )
 
 
@@ -140,6 +142,7 @@ def _saved_tensors(setting: _Setting) -> tuple[SavedTensor, ...]:
         memory_efficient_permutation=setting.memory_efficient_permutation,
         fused_attention=setting.fused_attention,
         joins_output=setting.joins_output,
+        sums_at_experts=setting.sums_at_experts,
     )
     precision = PRECISIONS[setting.precision]
     tensors = []

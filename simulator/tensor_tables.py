@@ -71,7 +71,7 @@ class Sizes:
     router_scores: int
     projections: int
     etp: int
-    keeps_expert_output: bool
+    kept_expert_outputs: int
     joins_output: bool
 
 
@@ -83,10 +83,12 @@ def sizes_of(
     memory_efficient_permutation: bool,
     fused_attention: bool,
     joins_output: bool = False,
+    sums_at_experts: bool = False,
 ) -> Sizes:
     """Widths of a model under the settings that change what is kept.
 
-    Memory-efficient permutation needs a second expert matrix without bias (report section 1.6).
+    Memory-efficient permutation needs a second expert matrix without bias (report section 1.6). Without it the outputs
+    of experts are kept where they are weighed: for a dispatcher that ``sums_at_experts`` on each rank of etp.
     """
     attention, moe = model.attention, model.moe
     mla = attention if isinstance(attention, MlaAttention) else None
@@ -119,9 +121,15 @@ def sizes_of(
         router_scores=_router_scores(model),
         projections=2 if model.is_gated else 1,
         etp=etp,
-        keeps_expert_output=moe is not None and (moe.mlp_bias or not memory_efficient_permutation),
+        kept_expert_outputs=_kept_expert_outputs(model, memory_efficient_permutation, etp if sums_at_experts else 1),
         joins_output=joins_output,
     )
+
+
+def _kept_expert_outputs(model: ModelSpec, memory_efficient_permutation: bool, ranks: int) -> int:  # noqa: FBT001
+    if model.moe is None or (memory_efficient_permutation and not model.moe.mlp_bias):
+        return 0
+    return ranks
 
 
 def _router_scores(model: ModelSpec) -> int:
@@ -211,7 +219,7 @@ _EXPERTS = (
     Row(
         "expert output kept for its probability",
         "experts",
-        lambda z: z.top_k * z.hidden * z.keeps_expert_output,
+        lambda z: z.top_k * z.hidden * z.kept_expert_outputs,
         dropped_by=("moe",),
     ),
 )

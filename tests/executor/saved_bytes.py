@@ -34,18 +34,23 @@ def rank_zero(folding: Folding) -> Iterator[Mesh]:
 def layer_kept_bytes(plan: Plan) -> int:
     """What the first layer of rank 0 keeps for one micro-batch, weights and tables left out."""
     with rank_zero(plan.folding) as mesh:
-        model = Transformer(plan, mesh, seed=1, device=torch.device("cpu"))
-        stage = cast("ModelStage", model.stages[0])
-        persistent = set(map(storage_key, tensors_of(model)))
-        found: dict[int, int] = {}
+        return layer_kept_bytes_on(plan, mesh)
 
-        def count(tensor: Tensor) -> None:
-            if storage_key(tensor) not in persistent:
-                found[storage_key(tensor)] = tensor.untyped_storage().nbytes()
 
-        x_LH = torch.randn(plan.tokens_per_rank, plan.model.hidden_size).to(model.table.dtype).requires_grad_()
-        with stage.offloader.chunk() if stage.offloader is not None else nullcontext(), keeping(count):
-            out_LH = stage.run_layer(0, partial(stage.decoder_layer, stage.layers[0]), x_LH)
-        num_bytes = sum(found.values())  # while out_LH holds what was counted
-        assert out_LH.requires_grad
-        return num_bytes
+def layer_kept_bytes_on(plan: Plan, mesh: Mesh) -> int:
+    """The same of the rank of ``mesh``."""
+    model = Transformer(plan, mesh, seed=1, device=torch.device("cpu"))
+    stage = cast("ModelStage", model.stages[0])
+    persistent = set(map(storage_key, tensors_of(model)))
+    found: dict[int, int] = {}
+
+    def count(tensor: Tensor) -> None:
+        if storage_key(tensor) not in persistent:
+            found[storage_key(tensor)] = tensor.untyped_storage().nbytes()
+
+    x_LH = torch.randn(plan.tokens_per_rank, plan.model.hidden_size).to(model.table.dtype).requires_grad_()
+    with stage.offloader.chunk() if stage.offloader is not None else nullcontext(), keeping(count):
+        out_LH = stage.run_layer(0, partial(stage.decoder_layer, stage.layers[0]), x_LH)
+    num_bytes = sum(found.values())  # while out_LH holds what was counted
+    assert out_LH.requires_grad
+    return num_bytes

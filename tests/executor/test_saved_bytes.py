@@ -8,6 +8,7 @@ import moeplan.executor.offload as offload_module
 from moeplan.model_spec import GqaAttention, MlaAttention, ModelSpec, Moe, Router
 from moeplan.plan import Plan
 from moeplan.simulator.activations import activation_bytes
+from moeplan.simulator.layer_state import layer_bytes
 from moeplan.simulator.stack import load_stack
 from tests.executor.saved_bytes import layer_kept_bytes
 
@@ -33,7 +34,7 @@ def small_model(attention: GqaAttention | MlaAttention = GQA, *, dense: bool = F
 
 
 def small_plan(model: ModelSpec, **changes: Any) -> Plan:
-    fields = {"seq_len": 256, "num_gpus": 1, "mbs": 2, "precision": "bf16"} | changes
+    fields: dict[str, Any] = {"seq_len": 256, "num_gpus": 1, "mbs": 2, "precision": "bf16"} | changes
     batch = 2 * fields["num_gpus"] // (fields.get("tp", 1) * fields.get("cp", 1))
     return Plan(model=model, hardware="cpu", global_batch_size=batch, **fields)
 
@@ -142,6 +143,13 @@ def test_ranks_that_split_a_layer(model: ModelSpec, changes: dict[str, Any]) -> 
     if model.moe is None:
         changes = {key: value for key, value in changes.items() if key != "etp"}
     check(small_plan(model, **changes))
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.0, 1.5])
+@pytest.mark.parametrize("recompute", [(), ("moe_act",)])
+def test_experts_padded_to_their_capacity(factor: float, recompute: tuple[str, ...]) -> None:
+    plan = small_plan(small_model(moe={"router": Router(capacity_factor=factor)}), routing="drop", recompute=recompute)
+    assert layer_kept_bytes(plan) == pytest.approx(layer_bytes(plan.model, "moe", plan.point, NATIVE), rel=0.01)
 
 
 def test_gathered_keys_are_not_kept() -> None:
