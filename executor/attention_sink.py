@@ -20,7 +20,8 @@ def with_sink_key(
     score_N = (sinks_N / scale).to(q_BQND.dtype)
     score_BQN1 = score_N[:, None].expand(batch, num_queries, num_heads, 1)
     q_BQNC = F.pad(torch.cat([q_BQND, score_BQN1], 3), (0, _ADDED_CHANNELS - 1))
-    one_C = F.one_hot(torch.tensor(k_BKMD.shape[3], device=k_BKMD.device), q_BQNC.shape[3]).to(k_BKMD.dtype)
+    one_C = k_BKMD.new_zeros(q_BQNC.shape[3])
+    one_C[k_BKMD.shape[3]] = 1
     sink_B1MC = one_C.expand(batch, 1, k_BKMD.shape[2], -1)
     k_BKMC = torch.cat([sink_B1MC, F.pad(k_BKMD, (0, _ADDED_CHANNELS))], 1)
     return q_BQNC, k_BKMC, F.pad(v_BKMD, (0, 0, 0, 0, 1, 0))
