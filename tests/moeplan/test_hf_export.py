@@ -7,7 +7,7 @@ from moeplan.hf_config import model_from_hf_config
 from moeplan.hf_export import ARCHITECTURES, hf_config_of
 from moeplan.hf_layout import hf_weight_name
 from moeplan.model_spec import GqaAttention, ModelSpec
-from moeplan.presets import load_model
+from moeplan.presets import load_model, model_names
 
 FAMILIES = {
     "llama3-8b": "llama",
@@ -35,6 +35,23 @@ def test_a_preset_comes_back_from_its_config(name: str, family: str) -> None:
     if model.moe is not None and back.moe is not None:
         kept = ("num_experts", "top_k", "expert_ffn_size", "shared_ffn_size", "shared_gate")
         assert [getattr(back.moe, key) for key in kept] == [getattr(model.moe, key) for key in kept]
+
+
+def _difference(name: str) -> str:
+    """What keeps a preset out of every family; empty where one holds it."""
+    try:
+        hf_config_of(load_model(name))
+    except InvalidInputError as error:
+        return error.message
+    return ""
+
+
+def test_presets_of_no_family_are_these() -> None:
+    out = {name: reason for name in model_names() if (reason := _difference(name))}
+    # GPT-3 and Nemotron-4 have no gate, Grok-1 and Llama 4 routers of their own, tiny-moe a shared expert beside softmax.
+    families = ("gpt3", "nemotron4", "grok1", "llama4", "tiny-moe")
+    assert {name for name in out if not name.startswith(families)} == set()
+    assert "normalize_top_k would differ" in out["grok1-314b"]
 
 
 def test_a_model_of_no_family_is_refused_with_the_difference() -> None:
