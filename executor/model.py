@@ -18,12 +18,12 @@ from moeplan.executor.linear import embed, vocabulary_range
 from moeplan.executor.loss import head_loss
 from moeplan.executor.mesh import Mesh
 from moeplan.executor.micro_batch import NO_TARGET, MicroBatch, cut_micro_batch, loss_weights
-from moeplan.executor.moe import Router
 from moeplan.executor.mtp import MtpLayer
 from moeplan.executor.offload import Offloader, offloading
 from moeplan.executor.parameters import ParameterTable, WeightSource, split_piece
 from moeplan.executor.precision import quantize_matrices
 from moeplan.executor.recompute import checkpointed
+from moeplan.executor.router import Router
 from moeplan.executor.scopes import scope
 from moeplan.kernels.norm import rms_norm
 from moeplan.layout import Stage

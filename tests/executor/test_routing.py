@@ -9,8 +9,8 @@ from torch import Tensor
 
 from moeplan.errors import InvalidInputError
 from moeplan.executor.mesh import build_mesh
-from moeplan.executor.moe import Router
 from moeplan.executor.parameters import ParameterTable
+from moeplan.executor.router import Router
 from moeplan.kernels.router import count_tokens
 from moeplan.model_spec import ModelSpec
 from moeplan.plan import Plan

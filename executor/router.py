@@ -1,0 +1,152 @@
+"""The router: which experts a token goes to, and the losses and biases that balance them (report section 7).
+
+Shapes: L tokens of this rank, K experts per token, E experts, H hidden, S sets of tokens that are balanced apart.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from moeplan.executor.collectives import all_reduce
+from moeplan.executor.dtypes import at_least_fp32
+from moeplan.executor.mesh import Mesh
+from moeplan.executor.parameters import ParameterTable, whole_piece
+from moeplan.executor.routing import RoutingControl
+from moeplan.executor.scopes import scope
+from moeplan.kernels.capacity import expert_capacity, within_capacity
+from moeplan.kernels.router import (
+    RouterOptions,
+    Routing,
+    attach_loss,
+    balance_loss,
+    count_tokens,
+    route,
+    router_logits,
+    updated_bias,
+    z_loss,
+)
+from moeplan.model_spec import Moe
+from moeplan.plan import Plan
+
+
+class Router(nn.Module):
+    """Chooses experts, and adds the balancing losses of its micro-batch to the gradient of its probabilities."""
+
+    def __init__(self, plan: Plan, moe: Moe, name: str, mesh: Mesh, table: ParameterTable) -> None:
+        super().__init__()
+        spec = moe.router
+        self.name, self.moe, self.spec, self.mesh = name, moe, spec, mesh
+        self.seq_len, self.num_sequences, self.num_tokens = plan.seq_len, plan.mbs, plan.tokens_per_rank
+        self.options = RouterOptions(
+            top_k=moe.top_k,
+            score_function=spec.score_function,
+            num_groups=spec.num_groups,
+            top_groups=spec.top_groups,
+            scaling_factor=spec.scaling_factor,
+            normalize_top_k=spec.normalize_top_k,
+            group_score_experts=spec.group_score_experts,
+        )
+        # A balancing loss counts once a micro-batch, as a mean over all micro-batches of the step.
+        self.loss_scale = 1 / (plan.num_micro_batches * plan.dp)
+        self.weight = table.add_whole(f"{name}.weight", (moe.num_experts, plan.model.hidden_size))
+        self.logit_bias: nn.Parameter | None = None
+        if moe.mlp_bias:
+            self.logit_bias = table.add_whole(f"{name}.bias", (moe.num_experts,), std=0.0, is_decayed=False)
+        # Selection bias, the same on every rank, and copies routed since its last update.
+        zeros = torch.zeros(moe.num_experts, dtype=at_least_fp32(table.dtype), device=table.device)
+        self.bias_E = zeros if spec.expert_bias else None
+        if self.bias_E is not None and table.weights is not None:
+            self.bias_E.copy_(table.weights(whole_piece(f"{name}.expert_bias", (moe.num_experts,))))
+        self.num_copies_E = zeros.clone()
+        # Copies of the step's micro-batches so far, over all ranks of the stage, for the balancing loss of the batch.
+        self.step_copies_E, self.num_summed = zeros.clone(), 0
+        # Load is counted, recorded and balanced before copies are dropped.
+        self.capacity: int | None = None
+        if plan.routing == "drop":
+            self.capacity = expert_capacity(
+                plan.tokens_per_rank, moe.top_k, moe.num_experts, moe.router.capacity_factor
+            )
+        self.control: RoutingControl | None = None
+
+    def forward(self, x_LH: Tensor) -> Routing:
+        """Probabilities and indices of the chosen experts."""
+        with scope("router"):
+            logits_LE = router_logits(x_LH, self.weight)
+            if self.logit_bias is not None:
+                logits_LE = logits_LE + self.logit_bias.to(logits_LE.dtype)
+            routing = self._route(logits_LE)
+            # Where gradients are off, this is validation, or the first of two runs under recompute.
+            if self.bias_E is not None and torch.is_grad_enabled():
+                self.num_copies_E += count_tokens(routing.expert_index_TK, self.moe.num_experts)[0]
+            probs_LK = self._with_losses(routing, logits_LE)
+            index_LK = routing.expert_index_TK
+            if self.capacity is not None:
+                policy = self.spec.drop_policy
+                index_LK = within_capacity(index_LK, probs_LK, self.moe.num_experts, self.capacity, policy)
+        return Routing(probs_LK, index_LK, routing.share_TE)
+
+    def _route(self, logits_LE: Tensor) -> Routing:
+        """The routing of a micro-batch, before any copy is dropped."""
+        control = self.control
+        if control is None or not control.is_active:
+            return route(logits_LE, self.options, self.bias_E)
+        micro_batch = control.next_call(self.name)
+        forced_LK = control.forced(self.name, micro_batch, logits_LE, self.options)
+        routing = route(logits_LE, self.options, self.bias_E, forced_LK)
+        control.note(self.name, micro_batch, routing.expert_index_TK)
+        return routing
+
+    def _with_losses(self, routing: Routing, logits_LE: Tensor) -> Tensor:
+        probs_LK = routing.probs_TK
+        if self.spec.aux_loss != "none" and self.spec.aux_loss_coeff > 0:
+            is_global = self.spec.aux_loss == "global_aux_loss"
+            loss = self._step_balance_loss(routing) if is_global else self._balance_loss(routing)
+            probs_LK = attach_loss(probs_LK, loss, self.loss_scale)
+        if self.spec.z_loss_coeff > 0:
+            loss = z_loss(logits_LE, self.spec.z_loss_coeff)
+            probs_LK = attach_loss(probs_LK, loss, self.loss_scale / self.mesh.tp_cp.size)
+        return probs_LK
+
+    def _balance_loss(self, routing: Routing) -> Tensor:
+        """This rank's part of the loss of its micro-batch: over all its tokens, or sequence by sequence."""
+        num_experts, group = self.moe.num_experts, self.mesh.tp_cp
+        per_sequence = self.spec.aux_loss == "seq_aux_loss"
+        num_sets = self.num_sequences if per_sequence else 1
+        set_tokens = self.seq_len if per_sequence else self.seq_len * self.num_sequences
+        if num_sets == 1:
+            num_copies_SE = count_tokens(routing.expert_index_TK, num_experts)
+            share_SE = routing.share_TE.sum(0, keepdim=True)
+        else:
+            # Each rank of cp has an equal part of every sequence, and tp splits those parts one after the other.
+            first = self.mesh.tp.index * self.num_tokens
+            positions_L = torch.arange(first, first + self.num_tokens, device=routing.share_TE.device)
+            set_L = positions_L // (set_tokens // self.mesh.cp.size)
+            index_LK = routing.expert_index_TK + set_L[:, None] * num_experts
+            num_copies_SE = count_tokens(index_LK, num_sets * num_experts).view(num_sets, num_experts)
+            share_SE = routing.share_TE.new_zeros(num_sets, num_experts).index_add(0, set_L, routing.share_TE)
+        num_copies_SE = all_reduce(num_copies_SE, group)
+        return balance_loss(share_SE, num_copies_SE, set_tokens, self.moe.top_k, self.spec.aux_loss_coeff)
+
+    def _step_balance_loss(self, routing: Routing) -> Tensor:
+        """This rank's part of the loss of its micro-batch against the load of the step so far, on all ranks of dp.
+
+        As Megatron-LM has it (its global_aux_loss): the loads of later micro-batches are not known yet, so the figures
+        depend on how many there are.
+        """
+        num_copies_E = all_reduce(count_tokens(routing.expert_index_TK, self.moe.num_experts), self.mesh.stage)[0]
+        if torch.is_grad_enabled():  # see forward
+            self.step_copies_E += num_copies_E
+            self.num_summed += 1
+        mean_E = self.step_copies_E / (max(self.num_summed, 1) * self.mesh.dp.size)
+        share_1E = routing.share_TE.sum(0, keepdim=True)
+        num_tokens = self.seq_len * self.num_sequences
+        return balance_loss(share_1E, mean_E[None], num_tokens, self.moe.top_k, self.spec.aux_loss_coeff)
+
+    @torch.no_grad()
+    def end_step(self) -> None:
+        """One step of aux-free balancing from the loads of the whole batch. Collective over the stage."""
+        self.step_copies_E.zero_()
+        self.num_summed = 0
+        if self.bias_E is not None:
+            load_E = all_reduce(self.num_copies_E, self.mesh.stage)
+            self.bias_E.copy_(updated_bias(self.bias_E, load_E, self.spec.bias_update_rate))
+            self.num_copies_E.zero_()
