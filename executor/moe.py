@@ -25,9 +25,7 @@ from moeplan.executor.routed import Beside, route_tokens
 from moeplan.executor.router import Router
 from moeplan.executor.scopes import scope
 from moeplan.kernels.activation import activation
-from moeplan.kernels.router import (
-    Routing,
-)
+from moeplan.kernels.router import Routing
 from moeplan.model_spec import ModelSpec, Moe
 from moeplan.plan import Plan
 
