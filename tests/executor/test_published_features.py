@@ -116,7 +116,7 @@ def test_a_sink_takes_its_part_of_every_softmax(window: int | None) -> None:
 def test_each_row_gets_the_bias_of_its_expert_times_its_probability() -> None:
     bias_EB = torch.tensor([[1.0, 2.0], [10.0, 20.0], [100.0, 200.0]])
     offsets_E, probs_R = torch.tensor([2, 2, 3], dtype=torch.int32), torch.tensor([1.0, 0.5, 0.25])
-    rows = [[1, 2], [0.5, 1], [25, 50]]
+    rows: list[list[float]] = [[1, 2], [0.5, 1], [25, 50]]
     assert add_expert_bias(torch.zeros(3, 2), bias_EB, offsets_E, probs_R).tolist() == rows
     part = add_expert_bias(torch.zeros(3, 4), bias_EB, offsets_E, probs_R, first=1)
     assert part.tolist() == [[0, *row, 0] for row in rows]
