@@ -54,8 +54,11 @@ class FlatBuffer:
     """Weights and accumulated gradients, whole on every rank of ``copies.shard``.
 
     ``updated`` is what this rank's optimizer updates: its part where ``is_sharded``, else everything. After
-    construction every parameter is a view of ``weights``, and backward adds its gradient to ``grads``.
+    construction every parameter is a view of ``weights``, and backward adds its gradient to ``grads``. ``holds_main``:
+    what is updated is the main weights themselves, and nothing else.
     """
+
+    holds_main = False
 
     def __init__(self, entries: Sequence[Entry], dtypes: Dtypes, copies: Copies, *, is_sharded: bool) -> None:
         self.copies, self.is_sharded = copies, is_sharded

@@ -10,6 +10,7 @@ runs beside compute or must come and go with the layers.
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import chain
 
 import torch
@@ -23,7 +24,8 @@ from moeplan.executor.fsdp import ShardedBuffer
 from moeplan.executor.mesh import Group, Mesh
 from moeplan.executor.model import Transformer
 from moeplan.executor.optimizer_state import DecaySpan, HostPart, OffloadedPart, StatePart
-from moeplan.executor.quantized import quantized_of
+from moeplan.executor.primary_weights import PrimaryBuffer, split_quantized
+from moeplan.executor.quantized import QuantizedWeight, quantized_of
 from moeplan.executor.scopes import scope
 from moeplan.executor.unit_hooks import attach_hooks
 from moeplan.executor.units import Unit, class_units, layer_units
@@ -37,7 +39,8 @@ class ClassOptimizer:
 
     def __init__(self, unit: Unit, buffer: FlatBuffer, plan: Plan, run: RunConfig) -> None:
         self.unit, self.buffer, self.run = unit, buffer, run
-        self.dtypes = plan_dtypes(plan)
+        dtypes = plan_dtypes(plan)
+        self.dtypes = replace(dtypes, has_main_weights=dtypes.has_main_weights and not buffer.holds_main)
         self.updated = buffer.updated
         self.parts = self._parts(plan)
         self.decays = [
@@ -85,11 +88,19 @@ class ClassOptimizer:
         self.drop_grads()
         self.buffer.start_gather()
 
+    def _quantized(self) -> list[QuantizedWeight]:
+        found = (quantized_of(entry.parameter) for entry in self.buffer.entries)
+        return [quantized for quantized in found if quantized is not None]
+
     def end_step(self) -> None:
         """The weights have changed: quantized copies of them are void."""
-        for entry in self.buffer.entries:
-            if (quantized := quantized_of(entry.parameter)) is not None:
-                quantized.end_step()
+        for quantized in self._quantized():
+            quantized.end_step()
+
+    @property
+    def copy_bytes(self) -> int:
+        """Quantized copies of weights."""
+        return sum(quantized.copy_bytes for quantized in self._quantized())
 
     def drop_grads(self) -> None:
         """Begin the next step."""
@@ -100,7 +111,8 @@ class ClassOptimizer:
     @property
     def state_bytes(self) -> int:
         """Both moments, and main weights where they are a copy of their own, as far as they stay on the device."""
-        return sum(part.device_bytes for part in self.parts)
+        main_bytes = self.buffer.updated_weights.nbytes if self.buffer.holds_main else 0
+        return main_bytes + sum(part.device_bytes for part in self.parts)
 
 
 class ChainedOptimizer:
@@ -117,9 +129,13 @@ class ChainedOptimizer:
         has_copies = max(one.shard.size * one.replica.size for one in (dense, expert)) > 1
         by_layer = has_copies and (is_full or is_early)
         dtypes = plan_dtypes(plan)
+        units = layer_units(model) if by_layer else class_units(model)
+        parts = split_quantized(units) if plan.fp8_primary_weights else ((unit, False) for unit in units)
         self.classes = [
-            ClassOptimizer(unit, _buffer(unit, dtypes, plan, expert if unit.is_expert else dense), plan, run)
-            for unit in (layer_units(model) if by_layer else class_units(model))
+            ClassOptimizer(
+                unit, _buffer(unit, dtypes, plan, expert if unit.is_expert else dense, is_primary=is_primary), plan, run
+            )
+            for unit, is_primary in parts
         ]
         if by_layer:
             attach_hooks(model, [(one.unit, one.buffer) for one in self.classes], plan)
@@ -168,10 +184,13 @@ class ChainedOptimizer:
         ``writes``: what is written there is kept, the same on all copies.
         """
         self.finish_gathers()
-        sharded = [one.buffer for one in self.classes if isinstance(one.buffer, ShardedBuffer)]
+        sharded = [one.buffer for one in self.classes if isinstance(one.buffer, ShardedBuffer | PrimaryBuffer)]
         for buffer in sharded:
             buffer.gather()
         yield
+        if writes:
+            for one in self.classes:
+                one.end_step()
         for buffer in sharded:
             if writes:
                 buffer.keep_written()
@@ -180,7 +199,6 @@ class ChainedOptimizer:
             for one in self.classes:
                 for part in one.parts:
                     part.take_weights()
-                one.end_step()
 
     def named_grads(self) -> Iterator[tuple[str, Tensor]]:
         """This rank's gradients, by the name of the whole tensor."""
@@ -192,7 +210,9 @@ class ChainedOptimizer:
 
     @property
     def weight_bytes(self) -> int:
-        return sum(one.buffer.resident_weights.nbytes for one in self.classes)
+        """Weights that stay on this rank, and their quantized copies."""
+        resident = sum(one.buffer.resident_weights.nbytes for one in self.classes)
+        return resident + sum(one.copy_bytes for one in self.classes)
 
     @property
     def grad_bytes(self) -> int:
@@ -203,7 +223,9 @@ class ChainedOptimizer:
         return sum(one.state_bytes for one in self.classes)
 
 
-def _buffer(unit: Unit, dtypes: Dtypes, plan: Plan, copies: Copies) -> FlatBuffer:
+def _buffer(unit: Unit, dtypes: Dtypes, plan: Plan, copies: Copies, *, is_primary: bool) -> FlatBuffer:
+    if is_primary:
+        return PrimaryBuffer(unit.entries, dtypes, copies, is_sharded=plan.sharding != "none")
     if plan.sharding == "full" and copies.shard.size > 1:
         return ShardedBuffer(unit.entries, dtypes, copies)
     return FlatBuffer(unit.entries, dtypes, copies, is_sharded=plan.sharding != "none")

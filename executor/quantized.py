@@ -39,12 +39,13 @@ class QuantizedWeight:
         self.recipe_name, self.recipe = recipe_name, RECIPES[recipe_name]
         self.is_input_first, self.keeps_input, self.is_cached = is_input_first, keeps_input, is_cached
         self._copies: Pair | None = None
+        self.copy_bytes = 0  # of the copies made last, beside the weight itself
         self._last_amax: dict[bool, Tensor] = {}
         self._amax: dict[bool, Tensor] = {}
 
     def backend(self, weight: Tensor) -> QuantizedGemm:
         """The back end for this weight where it lies."""
-        return BACKENDS[backend_of(self.recipe_name, _stacked(weight))]()
+        return BACKENDS[backend_of(self.recipe_name, weight)]()
 
     def copies(self, weight: Tensor) -> Pair:
         """The weight [E, A, B] quantized along B, and turned along A."""
@@ -53,8 +54,12 @@ class QuantizedWeight:
         with torch.no_grad(), scope("optimizer"):
             copies = self.backend(weight).quantize_weights(_stacked(weight), self.recipe)
         if self.is_cached:
-            self._copies = copies
+            self._copies, self.copy_bytes = copies, _num_bytes(copies.as_is) + _num_bytes(copies.turned)
         return copies
+
+    def take(self, copies: Pair) -> None:
+        """Copies of a weight that has no other form; the first is where the weight itself is counted."""
+        self._copies, self.copy_bytes = copies, _num_bytes(copies.turned)
 
     def forward_copy(self, weight: Tensor) -> Stored:
         """[E, O, I], summed over I."""
@@ -88,6 +93,10 @@ class QuantizedWeight:
             self._last_amax, self._amax = self._amax, {}
 
 
+def _num_bytes(stored: Stored) -> int:
+    return sum(tensor.nbytes for tensor in stored if tensor is not None)
+
+
 def set_quantized(parameter: Tensor, quantized: QuantizedWeight) -> None:
     """Multiply by ``parameter`` in low precision from now on."""
     setattr(parameter, _ATTRIBUTE, quantized)
@@ -110,9 +119,9 @@ def weight_gradient(
     backend = quantized.backend(weight)
     a, b = (x, grad) if quantized.is_input_first else (grad, x)
     if main is None:
-        total = torch.empty_like(_stacked(weight), memory_format=torch.contiguous_format)
-        backend.gradient_(total, a, b, rows, quantized.recipe, add=False)
-        return total.view(weight.shape)
+        total = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+        backend.gradient_(_stacked(total), a, b, rows, quantized.recipe, add=False)
+        return total
 
     def add() -> None:
         with scope("expert_gemm" if quantized.is_input_first else "dense_gemm"):

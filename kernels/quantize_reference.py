@@ -37,7 +37,7 @@ def quantize(
     x_N: Tensor, element: Element, scaling: Scaling, *, is_weight: bool = False, amax: Tensor | None = None,
     stochastic: bool = False,
 ) -> Quantized:  # fmt: skip
-    """x quantized along its last dimension; with one scale a tensor, from ``amax`` where given.
+    """x quantized along its last dimension, scaled by ``amax`` where given: of the tensor, or as :func:`block_amax`.
 
     The scale covers the largest magnitude, so nothing overflows unless ``amax`` is too small; then it is cut. A weight
     of three dimensions has a scale for each expert.
@@ -48,9 +48,12 @@ def quantize(
         scale = _inverse(_tensor_amax(x_N, is_weight=is_weight) if amax is None else amax, largest)
         return Quantized(_stored(x_N * _above(scale, x_N), element, stochastic=False), 1 / scale, None, element, scaling)
     blocks_BN = _blocks(x_N, scaling.block)
-    amax_B = blocks_BN.abs().amax(-1)
-    if is_weight and scaling.weight_rows > 1:
-        amax_B = _amax_of_rows(amax_B, scaling.weight_rows)
+    if amax is not None:
+        amax_B = amax.repeat_interleave(scaling.weight_rows, -2)[..., : x_N.shape[-2], :]
+    else:
+        amax_B = blocks_BN.abs().amax(-1)
+        if is_weight and scaling.weight_rows > 1:
+            amax_B = _amax_of_rows(amax_B, scaling.weight_rows)
     if scaling.scale == "fp32":
         inverse_B = _inverse(amax_B, largest)
         data = _stored(blocks_BN * inverse_B[..., None], element, stochastic=stochastic)
@@ -65,6 +68,19 @@ def quantize(
     cut_BN = torch.where(factor_B[..., None] > 0, blocks_BN / factor_B[..., None].clamp(min=SMALLEST), 0.0)
     data = _stored(cut_BN, element, stochastic=stochastic).flatten(-2)[..., : x_N.shape[-1]]
     return Quantized(data, stored_B, tensor_scale, element, scaling)
+
+
+def block_amax(weight_EAB: Tensor, scaling: Scaling) -> Tensor:
+    """Largest magnitudes of each expert [E], or of its blocks [E, A / rows, B / block]."""
+    if scaling.block is None:
+        return weight_EAB.abs().amax((1, 2))
+    amax_B = _blocks(weight_EAB, scaling.block).abs().amax(-1)
+    return _blocks(amax_B.transpose(1, 2), scaling.weight_rows).amax(-1).transpose(1, 2)
+
+
+def scale_of(amax: Tensor, element: Element) -> Tensor:
+    """The fp32 scale that covers ``amax``."""
+    return 1 / _inverse(amax, LARGEST[element])
 
 
 def dequantize(q: Quantized) -> Tensor:

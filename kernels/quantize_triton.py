@@ -94,7 +94,7 @@ def _quantize_rows(
 @triton.jit
 def _quantize_weights(
     x_ptr, amax_ptr, p_ptr, t_ptr, p_scale_ptr, t_scale_ptr, I, O,
-    BLOCKWISE: tl.constexpr, LARGEST: tl.constexpr, SIDE: tl.constexpr,
+    BLOCKWISE: tl.constexpr, HAS_AMAX: tl.constexpr, LARGEST: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
     expert, num_o = tl.program_id(0), tl.cdiv(O, SIDE)
     i, o = tl.program_id(1) // num_o, tl.program_id(1) % num_o
@@ -103,7 +103,10 @@ def _quantize_weights(
     mask = (rows < I)[:, None] & (cols < O)[None, :]
     x = tl.load(x_ptr + base + rows.to(tl.int64)[:, None] * O + cols[None, :], mask, 0).to(tl.float32)
     if BLOCKWISE:
-        inverse = inverse_scale(tl.max(tl.max(tl.abs(x), 1), 0), LARGEST)
+        amax = tl.max(tl.max(tl.abs(x), 1), 0)
+        if HAS_AMAX:
+            amax = tl.load(amax_ptr + expert * tl.num_programs(1) + tl.program_id(1))
+        inverse = inverse_scale(amax, LARGEST)
         tl.store(p_scale_ptr + expert * tl.num_programs(1) + i * num_o + o, tl.div_rn(1.0, inverse))
         num_i = tl.cdiv(I, SIDE)
         tl.store(t_scale_ptr + expert * tl.num_programs(1) + o * num_i + i, tl.div_rn(1.0, inverse))
@@ -156,8 +159,11 @@ def empty_pair(width: int, rows: PaddedRows, dtype: torch.dtype, device: torch.d
     return Pair((as_is_PC, scale, None), (turned_CP, scale, None))
 
 
-def quantize_weights(weight_EIO: Tensor, dtype: torch.dtype, *, blockwise: bool) -> Pair:
-    """Weights in FP8 in both layouts, with one scale an expert, or one a block of 128 x 128."""
+def quantize_weights(weight_EIO: Tensor, dtype: torch.dtype, *, blockwise: bool, amax: Tensor | None = None) -> Pair:
+    """Weights in FP8 in both layouts, with one scale an expert, or one a block of 128 x 128.
+
+    ``amax`` [E] or [E, I / 128, O / 128] instead of their own largest magnitudes.
+    """
     weight_EIO = weight_EIO.contiguous()
     num, width_i, width_o = weight_EIO.shape
     device = weight_EIO.device
@@ -166,15 +172,20 @@ def quantize_weights(weight_EIO: Tensor, dtype: torch.dtype, *, blockwise: bool)
     blocks = (triton.cdiv(width_i, TILE), triton.cdiv(width_o, TILE)) if blockwise else ()
     as_is_scale = torch.empty((num, *blocks), device=device)
     turned_scale = torch.empty((num, *blocks[::-1]), device=device) if blockwise else as_is_scale
-    amax_E = weight_EIO if blockwise else _amax_by_expert(weight_EIO)
+    if amax is None and not blockwise:
+        amax = weight_amax(weight_EIO, blockwise=False)
     _quantize_weights[num, triton.cdiv(width_i, TILE) * triton.cdiv(width_o, TILE)](
-        weight_EIO, amax_E, as_is_EIO, turned_EOI, as_is_scale, turned_scale, width_i, width_o, blockwise,
-        torch.finfo(dtype).max, TILE,
+        weight_EIO, weight_EIO if amax is None else amax.contiguous(), as_is_EIO, turned_EOI, as_is_scale,
+        turned_scale, width_i, width_o, blockwise, amax is not None, torch.finfo(dtype).max, TILE,
     )  # fmt: skip
     return Pair((as_is_EIO, as_is_scale, None), (turned_EOI, turned_scale, None))
 
 
-def _amax_by_expert(weight_EIO: Tensor) -> Tensor:
+def weight_amax(weight_EIO: Tensor, *, blockwise: bool) -> Tensor:
+    """Largest magnitudes of what shares a scale, fp32: [E], or [E, I / 128, O / 128] of whole blocks."""
+    if blockwise:
+        blocks = weight_EIO.unflatten(2, (-1, TILE)).unflatten(1, (-1, TILE))
+        return blocks.abs().amax((2, 4)).to(torch.float32)
     each = weight_EIO[0].numel()
     parts_EN = torch.empty((len(weight_EIO), triton.cdiv(each, _AMAX_BLOCK)), device=weight_EIO.device)
     _amax[parts_EN.shape[::-1]](weight_EIO, parts_EN, each, _AMAX_BLOCK)

@@ -41,8 +41,22 @@ class QuantizedGemm(Protocol):
         """Inputs, or gradients of outputs; ``amax`` instead of that of x where one scale covers a tensor."""
         ...
 
-    def quantize_weights(self, weight_EAB: Tensor, recipe: Recipe) -> Pair:
-        """Weights, with scales of their own for each expert."""
+    def weight_amax(self, weight_EAB: Tensor, recipe: Recipe) -> Tensor:
+        """Largest magnitudes, fp32, of what shares a scale, for recipes that scale both forms of a weight alike.
+
+        [E] of whole experts, or [E, A / 128, B / 128] of blocks.
+        """
+        ...
+
+    def quantize_weights(self, weight_EAB: Tensor, recipe: Recipe, amax: Tensor | None = None) -> Pair:
+        """Weights, with scales of their own for each expert; ``amax`` as :meth:`weight_amax` has it, of a whole weight.
+
+        Given, it scales a part of the weight as the whole would be.
+        """
+        ...
+
+    def weight_scales(self, amax: Tensor, shape: tuple[int, ...], recipe: Recipe) -> tuple[Tensor, Tensor]:
+        """Scales of both forms of a weight of ``shape`` [E, A, B] from what :meth:`weight_amax` found."""
         ...
 
     def multiply(self, x: Stored, weight: Stored, rows: PaddedRows, recipe: Recipe) -> Tensor:
@@ -71,12 +85,12 @@ def _triton() -> QuantizedGemm:
 BACKENDS = {"reference": _reference, "triton": _triton}
 
 
-def backend_of(recipe_name: str, weight_EAB: Tensor) -> str:
-    """``triton`` where its kernels hold the recipe: FP8 on Hopper or later, blockwise in whole blocks."""
+def backend_of(recipe_name: str, weight: Tensor) -> str:
+    """``triton`` where its kernels hold the recipe: FP8 on Hopper or later, blockwise in whole blocks. ``weight`` [.., A, B]."""
     scaling = RECIPES[recipe_name].scaling
-    if not weight_EAB.is_cuda or torch.cuda.get_device_capability(weight_EAB.device)[0] < 9:
+    if not weight.is_cuda or torch.cuda.get_device_capability(weight.device)[0] < 9:
         return "reference"
     if scaling.block is None:
         return "triton"
-    whole = all(side % TILE == 0 for side in weight_EAB.shape[1:])
+    whole = all(side % TILE == 0 for side in weight.shape[-2:])
     return "triton" if scaling.block == TILE and whole else "reference"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moeplan.kernels.padded_rows import PaddedRows
-from moeplan.kernels.quantize_reference import Quantized, dequantize, hadamard, quantize
+from moeplan.kernels.quantize_reference import Quantized, block_amax, dequantize, hadamard, quantize, scale_of
 from moeplan.kernels.quantized_gemm import Pair, Stored
 from moeplan.kernels.recipes import Recipe
 
@@ -37,10 +37,29 @@ def quantize_rows(
     )
 
 
-def quantize_weights(weight_EAB: Tensor, recipe: Recipe) -> Pair:
+def weight_amax(weight_EAB: Tensor, recipe: Recipe) -> Tensor:
     """See :class:`moeplan.kernels.quantized_gemm.QuantizedGemm`."""
-    both = (weight_EAB, weight_EAB.transpose(1, 2))
-    return Pair(*(_stored(quantize(one, recipe.element, recipe.scaling, is_weight=True)) for one in both))
+    return block_amax(weight_EAB.to(torch.float32), recipe.scaling)
+
+
+def quantize_weights(weight_EAB: Tensor, recipe: Recipe, amax: Tensor | None = None) -> Pair:
+    """See :class:`moeplan.kernels.quantized_gemm.QuantizedGemm`."""
+    turned_amax = amax if amax is None or amax.dim() == 1 else amax.transpose(1, 2)
+    both = ((weight_EAB, amax), (weight_EAB.transpose(1, 2), turned_amax))
+    return Pair(
+        *(_stored(quantize(one, recipe.element, recipe.scaling, is_weight=True, amax=given)) for one, given in both)
+    )
+
+
+def weight_scales(amax: Tensor, shape: tuple[int, ...], recipe: Recipe) -> tuple[Tensor, Tensor]:
+    """See :class:`moeplan.kernels.quantized_gemm.QuantizedGemm`."""
+    scale = scale_of(amax, recipe.element)
+    if recipe.scaling.block is None:
+        return scale, scale
+    rows = recipe.scaling.weight_rows
+    both = ((scale, shape[1]), (scale.transpose(1, 2), shape[2]))
+    as_is, turned = (one.repeat_interleave(rows, 1)[:, :side] for one, side in both)
+    return as_is, turned
 
 
 def multiply(x: Stored, weight: Stored, rows: PaddedRows, recipe: Recipe) -> Tensor:

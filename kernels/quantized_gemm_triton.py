@@ -10,6 +10,7 @@ from torch import Tensor
 
 from moeplan.kernels import grouped_gemm_fp8_triton, quantize_triton
 from moeplan.kernels.padded_rows import PaddedRows
+from moeplan.kernels.quantize_reference import scale_of
 from moeplan.kernels.quantized_gemm import Pair, Stored
 from moeplan.kernels.recipes import Element, Recipe
 
@@ -27,10 +28,21 @@ def quantize_rows(
     return quantize_triton.quantize_rows(x_RC, rows, dtype, amax)
 
 
-def quantize_weights(weight_EAB: Tensor, recipe: Recipe) -> Pair:
+def weight_amax(weight_EAB: Tensor, recipe: Recipe) -> Tensor:
+    """See :class:`moeplan.kernels.quantized_gemm.QuantizedGemm`."""
+    return quantize_triton.weight_amax(weight_EAB, blockwise=recipe.scaling.block is not None)
+
+
+def quantize_weights(weight_EAB: Tensor, recipe: Recipe, amax: Tensor | None = None) -> Pair:
     """See :class:`moeplan.kernels.quantized_gemm.QuantizedGemm`."""
     blockwise = recipe.scaling.block is not None
-    return quantize_triton.quantize_weights(weight_EAB, DTYPES[recipe.element], blockwise=blockwise)
+    return quantize_triton.quantize_weights(weight_EAB, DTYPES[recipe.element], blockwise=blockwise, amax=amax)
+
+
+def weight_scales(amax: Tensor, shape: tuple[int, ...], recipe: Recipe) -> tuple[Tensor, Tensor]:
+    """See :class:`moeplan.kernels.quantized_gemm.QuantizedGemm`."""
+    scale = scale_of(amax, recipe.element)
+    return scale, scale if recipe.scaling.block is None else scale.transpose(1, 2).contiguous()
 
 
 def multiply(x: Stored, weight: Stored, rows: PaddedRows, recipe: Recipe) -> Tensor:

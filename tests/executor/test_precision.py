@@ -14,7 +14,7 @@ from moeplan.kernels.recipes import RECIPES
 from moeplan.model_spec import ModelSpec
 from moeplan.plan import Plan
 from moeplan.run_config import RunConfig
-from tests.executor.cases import build_trainer, run_steps
+from tests.executor.cases import Part, build_trainer, run_steps
 from tests.executor.gloo_pool import GlooPool, gloo_pool
 from tests.executor.precision_cases import GQA, MLA, low_plan
 
@@ -138,3 +138,47 @@ def test_foldings_follow_one_process(pool: GlooPool, folding: dict[str, object])
     plan = low_plan(GQA, 2, **changes)
     got = pool.run(run_steps, plan, RUN, 4)[0].losses
     assert got == pytest.approx(_losses(GQA.name, "fp8_current")[:4], rel=5e-3)
+
+
+# The norm is summed buffer by buffer, and primary weights have buffers of their own: clipping would differ in its last bit.
+UNCLIPPED = RUN.model_copy(update={"clip_grad_norm": 0.0})
+
+
+@pytest.mark.parametrize("precision", ["fp8_current", "fp8_blockwise"])
+def test_primary_weights_train_to_the_bit_as_a_bf16_copy(precision: str) -> None:
+    copied, primary = (
+        run_steps(0, low_plan(GQA, 1, precision=precision, fp8_primary_weights=is_primary), UNCLIPPED, 3)
+        for is_primary in (False, True)
+    )
+    assert primary.losses == copied.losses
+    assert primary.grad_norms == pytest.approx(copied.grad_norms, rel=1e-4)
+    for one, other in zip(_sorted(primary.parts), _sorted(copied.parts), strict=True):
+        assert torch.equal(one.values, other.values), one.name
+
+
+def _sorted(parts: list[Part]) -> list[Part]:
+    return sorted(parts, key=lambda part: (part.name, str(part.source)))
+
+
+def test_primary_weights_take_a_byte_and_keep_no_bf16() -> None:
+    trainer = build_trainer(0, low_plan(GQA, 1, precision="fp8_current", fp8_primary_weights=True), RUN)
+    buffers = [one.buffer for one in trainer.optimizer.classes if one.buffer.holds_main]
+    num_quantized = sum(buffer.num_elements for buffer in buffers)
+    others = sum(one.buffer.num_elements for one in trainer.optimizer.classes if not one.buffer.holds_main)
+    assert num_quantized > 0
+    assert sum(buffer.weights.untyped_storage().nbytes() for buffer in buffers) == 0
+    # A byte each way of every quantized weight and one scale an expert, two bytes of the others.
+    assert 0 <= trainer.optimizer.weight_bytes - (2 * num_quantized + 2 * others) < 400
+    assert trainer.optimizer.state_bytes == 12 * (num_quantized + others)
+
+
+@pytest.mark.parametrize("precision", ["fp8_current", "fp8_blockwise"])
+@pytest.mark.parametrize("sharding", ["optimizer", "none"])
+def test_ranks_quantize_their_parts_of_primary_weights_as_a_whole(
+    pool: GlooPool, precision: str, sharding: str
+) -> None:
+    """Parts are cut anywhere, through experts and blocks."""
+    plan = low_plan(GQA, 2, precision=precision, sharding=sharding)
+    copied = pool.run(run_steps, plan, UNCLIPPED, 2)
+    primary = pool.run(run_steps, plan.model_copy(update={"fp8_primary_weights": True}), UNCLIPPED, 2)
+    assert [one.losses for one in primary] == [one.losses for one in copied]
