@@ -132,7 +132,7 @@ class Offloader:
             and tensor.device == self.buffers.device
             and storage_key(tensor) not in self._persistent
             # Under full sharding storages of weights come and go.
-            and not any(isinstance(one, nn.Parameter) for one in (tensor, tensor._base))
+            and not any(isinstance(one, nn.Parameter) for one in (tensor, tensor._base))  # noqa: SLF001 - of a view
         )
 
     def _restored(self, group: _Group, parked: ParkedStorage, *place: Any) -> Tensor:

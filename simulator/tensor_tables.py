@@ -291,6 +291,22 @@ _NATIVE_MOE = (
     *_SHARED,
     *_EXPERTS,
 )
+# The final norm's output is the hidden input of the first depth, and each depth's that of the next: kept once.
+_NATIVE_LOSS = (
+    *_LOSS,
+    Row("norm statistics", "head", lambda _: 1, "fp32", kept_by_full=True),
+    Row("sums of exponentials", "head", lambda _: 1, "fp32", kept_by_full=True),
+    Row("targets", "head", lambda _: 1, "int64", kept_by_full=True),
+)
+_NATIVE_MTP = (
+    Row("MTP embedding input", "mtp", lambda z: z.hidden, kept_by_full=True),
+    Row("MTP projection input", "mtp", lambda z: 2 * z.hidden, kept_by_full=True),
+    Row("MTP final norm input", "mtp", lambda z: z.hidden, kept_by_full=True),
+    Row("MTP head input", "mtp", lambda z: z.hidden, kept_by_full=True),
+    Row("MTP norm statistics", "mtp", lambda _: 3, "fp32", kept_by_full=True),
+    Row("MTP sums of exponentials", "mtp", lambda _: 1, "fp32", kept_by_full=True),
+    Row("MTP targets", "mtp", lambda _: 1, "int64", kept_by_full=True),
+)
 
 # torchtitan under torch.compile. Its selective checkpointing (here the module mlp, the nearest name) saves what its
 # list of operations names, torchtitan/distributed/activation_checkpoint.py: every second matrix product (the query,
@@ -357,8 +373,8 @@ TABLES: dict[TableName, dict[Section, tuple[Row, ...]]] = {
         "attention": _NATIVE_ATTENTION,
         "dense": _DENSE,
         "moe": _NATIVE_MOE,
-        "mtp": _MTP,
-        "loss": _LOSS,
+        "mtp": _NATIVE_MTP,
+        "loss": _NATIVE_LOSS,
     },
     "torchtitan": {
         "attention": _TITAN_ATTENTION,

@@ -1,6 +1,6 @@
 """Bytes that autograd keeps on the device for one layer, counted storage by storage."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import cast
@@ -41,6 +41,20 @@ def layer_kept_bytes_on(plan: Plan, mesh: Mesh) -> int:
     """The same of the rank of ``mesh``."""
     model = Transformer(plan, mesh, seed=1, device=torch.device("cpu"))
     stage = cast("ModelStage", model.stages[0])
+    x_LH = torch.randn(plan.tokens_per_rank, plan.model.hidden_size).to(model.table.dtype).requires_grad_()
+    with stage.offloader.chunk() if stage.offloader is not None else nullcontext():
+        return _kept(model, lambda: stage.run_layer(0, partial(stage.decoder_layer, stage.layers[0]), x_LH))
+
+
+def model_kept_bytes(plan: Plan) -> int:
+    """What a model on one rank keeps for one micro-batch, its logits left out, which no hook sees."""
+    model = Transformer(plan, build_mesh(plan.folding, 0), seed=1, device=torch.device("cpu"))
+    ids = torch.arange(plan.mbs * plan.seq_len) % plan.model.vocab_size
+    return _kept(model, lambda: model(ids, ids))
+
+
+def _kept(model: Transformer, run: Callable[[], Tensor]) -> int:
+    """Bytes of distinct storages kept by ``run``."""
     persistent = set(map(storage_key, tensors_of(model)))
     found: dict[int, int] = {}
 
@@ -48,9 +62,8 @@ def layer_kept_bytes_on(plan: Plan, mesh: Mesh) -> int:
         if storage_key(tensor) not in persistent:
             found[storage_key(tensor)] = tensor.untyped_storage().nbytes()
 
-    x_LH = torch.randn(plan.tokens_per_rank, plan.model.hidden_size).to(model.table.dtype).requires_grad_()
-    with stage.offloader.chunk() if stage.offloader is not None else nullcontext(), keeping(count):
-        out_LH = stage.run_layer(0, partial(stage.decoder_layer, stage.layers[0]), x_LH)
-    num_bytes = sum(found.values())  # while out_LH holds what was counted
-    assert out_LH.requires_grad
+    with keeping(count):
+        result = run()
+    num_bytes = sum(found.values())  # while the result holds what was counted
+    assert result.requires_grad
     return num_bytes

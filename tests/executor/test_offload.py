@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 import moeplan.executor.offload as offload_module
 from moeplan.executor.host_buffers import HostBuffers, ParkedStorage
 from moeplan.executor.mesh import build_mesh
-from moeplan.executor.model import Transformer
+from moeplan.executor.model import ModelStage, Transformer
 from moeplan.executor.offload import Offloader
 from moeplan.folding import Folding
 from moeplan.model_spec import ModelSpec
@@ -56,8 +56,8 @@ def test_updates_are_those_without_offload(model: ModelSpec, changes: dict[str, 
 def four_layers(**changes: Any) -> tuple[Transformer, Offloader]:
     plan = tiny_plan(DENSE_MODEL.model_copy(update={"num_layers": 4}), 1, **changes)
     model = Transformer(plan, build_mesh(Folding(1), 0), seed=1, device=CPU)
-    offloader = model.stages[0].offloader
-    assert isinstance(offloader, Offloader)
+    offloader = cast("ModelStage", model.stages[0]).offloader
+    assert offloader is not None
     return model, offloader
 
 

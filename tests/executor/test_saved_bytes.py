@@ -7,10 +7,10 @@ import pytest
 import moeplan.executor.offload as offload_module
 from moeplan.model_spec import GqaAttention, MlaAttention, ModelSpec, Moe, Router
 from moeplan.plan import Plan
-from moeplan.simulator.activations import activation_bytes
+from moeplan.simulator.activations import ActivationKind, activation_bytes
 from moeplan.simulator.layer_state import layer_bytes
 from moeplan.simulator.stack import load_stack
-from tests.executor.saved_bytes import layer_kept_bytes
+from tests.executor.saved_bytes import layer_kept_bytes, model_kept_bytes
 
 NATIVE = load_stack("native")
 GQA = GqaAttention(num_heads=8, num_kv_heads=4, head_dim=32)
@@ -150,6 +150,17 @@ def test_ranks_that_split_a_layer(model: ModelSpec, changes: dict[str, Any]) -> 
 def test_experts_padded_to_their_capacity(factor: float, recompute: tuple[str, ...]) -> None:
     plan = small_plan(small_model(moe={"router": Router(capacity_factor=factor)}), routing="drop", recompute=recompute)
     assert layer_kept_bytes(plan) == pytest.approx(layer_bytes(plan.model, "moe", plan.point, NATIVE), rel=0.01)
+
+
+@pytest.mark.parametrize("num_mtp_layers", [0, 2])
+@pytest.mark.parametrize("recompute", [(), ("full",), ("layernorm", "moe_act")])
+@pytest.mark.parametrize("attention", [GQA, MLA])
+def test_whole_models(attention: GqaAttention | MlaAttention, recompute: tuple[str, ...], num_mtp_layers: int) -> None:
+    fields = {"num_layers": 3, "num_dense_layers": 1, "num_mtp_layers": num_mtp_layers}
+    plan = small_plan(small_model(attention).model_copy(update=fields), recompute=recompute)
+    parts: dict[ActivationKind, int] = {"dense": 1, "moe": 2, "mtp": num_mtp_layers, "loss": 1}
+    expected = sum(num * activation_bytes(plan.model, kind, plan.point, NATIVE) for kind, num in parts.items() if num)
+    assert model_kept_bytes(plan) == pytest.approx(expected, rel=0.01)
 
 
 def test_gathered_keys_are_not_kept() -> None:
