@@ -47,6 +47,9 @@ FOLDINGS: dict[str, dict[str, Any]] = {
     "cp2 ring": {"cp": 2, "ep": 2},
     "cp2 gathered": {"cp": 2, "cp_comm": "all_gather"},
     "cp2 heads split": {"cp": 2, "cp_comm": "a2a"},
+    "ep2 gathered": {"ep": 2, "dispatcher": "allgather"},
+    "ep2 deduplicated": {"ep": 2, "dispatcher": "flex", "flex_backend": "torch"},
+    "tp2 etp2 deduplicated": {"tp": 2, "etp": 2, "dispatcher": "flex", "flex_backend": "torch"},
 }
 
 
@@ -77,6 +80,15 @@ def test_two_gpus_stay_near_one(pool: GlooPool, folding: str, model: str) -> Non
     for losses in pool.run(losses_on_gpu, model, 2, FOLDINGS[folding]):
         # As on a CPU in bf16: 8 bits of mantissa, and rounding may send a token to another expert.
         torch.testing.assert_close(losses, alone(model), rtol=0, atol=0.03)
+
+
+@pytest.mark.parametrize(
+    "dispatcher", [{}, {"dispatcher": "allgather"}, {"dispatcher": "flex", "flex_backend": "torch"}]
+)
+def test_two_gpus_drop_as_one_does(pool: GlooPool, dispatcher: dict[str, Any]) -> None:
+    expected = losses_on_gpu(0, "gqa", 1, {"routing": "drop"})
+    for losses in pool.run(losses_on_gpu, "gqa", 2, {"ep": 2, "routing": "drop", **dispatcher}):
+        torch.testing.assert_close(losses, expected, rtol=0, atol=0.03)
 
 
 @pytest.mark.parametrize(
