@@ -1,0 +1,79 @@
+"""What the benchmarks compute apart from timing: work by group of kernels, tables, ratios."""
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from moeplan.flops import training_flops_per_token
+from moeplan.hwprofiles.load import load_profile
+from moeplan.parameters import total_parameters
+from moeplan.plan import Plan
+from moeplan.presets import load_model
+
+pytest.importorskip("torch")
+ROOT = Path(__file__).parents[1]
+
+
+def _program(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"benchmark_{name}", ROOT / "benchmarks" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    import sys
+
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def _plan(model: str) -> Plan:
+    fields = {"model": load_model(model), "hardware": "h200", "num_gpus": 1, "seq_len": 4096, "global_batch_size": 32}
+    return Plan.model_validate(fields | {"mbs": 4, "precision": "bf16"})
+
+
+@pytest.mark.parametrize("name", ["h200-fine", "h200-deepseek", "h200-coarse"])
+def test_groups_hold_the_flops_of_a_step(name: str) -> None:
+    roofline, plan = _program("roofline"), _plan(name)
+    ceilings = roofline.ceilings_of(load_profile(str(ROOT / "results" / "2026-11-29-h200-profile.toml")), plan)
+    groups = roofline.groups_of(plan, ceilings, total_parameters(plan.model))
+    flops = {group.name: group.flops for group in groups}
+    # Attention's backward multiplies the scores out once more, and the router is not counted in a model's FLOPs.
+    product = flops["attention: forward"] / 2
+    expected = training_flops_per_token(plan.model, plan.seq_len) * plan.tokens_per_step
+    assert sum(flops.values()) - product - flops["router"] == pytest.approx(expected, rel=1e-6)
+    assert all(group.roofline_s(ceilings) > 0 for group in groups)
+
+
+def test_each_kernel_is_counted_once() -> None:
+    roofline, plan = _program("roofline"), _plan("h200-fine")
+    ceilings = roofline.ceilings_of(load_profile(str(ROOT / "results" / "2026-11-29-h200-profile.toml")), plan)
+    kernels = {
+        ("expert_gemm", "_add_products"): (0.3, 96),
+        ("expert_gemm", "cutlass"): (0.2, 192),
+        ("elementwise", "_norm_backward"): (0.1, 104),
+        ("host", "copy"): (0.05, 2),
+    }
+    rows = roofline.table(roofline.groups_of(plan, ceilings, 1), kernels, ceilings)
+    times_s = {row["kernels"]: row["time_s"] for row in rows}
+    assert times_s["experts: weight gradient, added to fp32"] == 0.3
+    assert times_s["experts: forward and input gradient"] == 0.2
+    assert times_s["norms"] == 0.1
+    assert times_s["others"] == 0.05
+    assert sum(times_s.values()) == pytest.approx(0.65)
+
+
+def test_the_ratio_is_to_the_fastest_of_the_other_engine() -> None:
+    versus = _program("vs_megatron")
+
+    def row(engine: str, settings: list[str], tokens_per_s: float) -> dict[str, object]:
+        figures = {"step_s": 1 / tokens_per_s, "tokens_per_s_per_gpu": tokens_per_s, "model_tflops_per_gpu": 1.0}
+        return {"engine": engine, "model": "m", "settings": settings, "peak_allocated_bytes": 2**30, **figures}
+
+    rows = [row("moeplan", ["bf16"], 150.0), row("megatron-core", ["a"], 80.0), row("megatron-core", ["b"], 100.0)]
+    rows.append({"engine": "megatron-core", "model": "m", "settings": ["c"], "error": "no memory"})
+    lines = versus.markdown(rows).splitlines()[2:]
+    assert [line.split("|")[-2].strip() for line in lines] == ["1.500x", "0.800x", "1.000x", ""]
+    assert "1.0 GiB" in lines[0]
+    assert "failed" in lines[3]
