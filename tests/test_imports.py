@@ -43,7 +43,7 @@ RULES = {
     "kernels": _rule("units kernels", "torch triton transformer_engine transformer_engine_torch"),
     "executor": _rule(
         "vocabulary hwprofiles kernels executor",
-        "pydantic numpy torch safetensors transformer_engine transformer_engine_torch megatron",
+        "pydantic numpy torch safetensors transformer_engine transformer_engine_torch megatron deep_ep",
     ),
 }
 

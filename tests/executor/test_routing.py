@@ -130,9 +130,9 @@ def make_router(rank: int, plan: Plan) -> Router:
 def router_grads(rank: int, plan: Plan) -> list[Tensor]:
     """Gradient of the router's weight, from its balancing loss alone, in each of two steps."""
     router = make_router(rank, plan)
-    grads = []
+    grads: list[Tensor] = []
     for step in batches(plan):
-        router.weight.grad = None
+        router.zero_grad()
         for x_PLH in step:
             (router(x_PLH[rank]).probs_TK * 0).sum().backward()
         assert router.weight.grad is not None
@@ -149,7 +149,7 @@ def test_global_loss_counts_the_step_so_far_over_all_ranks(pool: GlooPool, degre
     router = make_router(0, tiny_plan(global_model(), 1, global_batch_size=MICRO_BATCHES))
     top_k = router.options.top_k
     for step, inputs in enumerate(batches(plan)):
-        router.weight.grad = None
+        router.zero_grad()
         seen_E = torch.zeros(NUM_EXPERTS, dtype=torch.float64)
         for batch, x_PLH in enumerate(inputs):
             x_TH = x_PLH.flatten(0, 1)
