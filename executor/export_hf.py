@@ -37,12 +37,16 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True)
 class _Part:
-    """A part of one of our weights inside a tensor of the checkpoint, and the rank that brings it."""
+    """A part of one of our weights inside a tensor of the checkpoint, and the ranks that hold it."""
 
     weight: str
     place: Place
     box: Box
-    rank: int
+    ranks: tuple[int, ...]
+
+    def sender(self, owner: int) -> int:
+        """The rank that brings it to the tensor's owner, the owner itself where it can."""
+        return owner if owner in self.ranks else self.ranks[0]
 
 
 def export_hf(
@@ -67,7 +71,7 @@ def export_hf(
     writer = _Writer(folder, mesh, max_file_bytes)
     loads = [0] * mesh.world.size
     for name, parts in sorted(_tensors(plan, config["model_type"], holders).items()):
-        owner = min({part.rank for part in parts}, key=lambda rank: (loads[rank], rank))
+        owner = min({rank for part in parts for rank in part.ranks}, key=lambda rank: (loads[rank], rank))
         loads[owner] += _numel(parts[0].place.shape)
         tensor = _assembled(parts, own, owner, mesh, model.table.device)
         if tensor is not None:
@@ -99,26 +103,26 @@ def _bias_slices(model: Transformer) -> Iterator[TensorSlice]:
             yield TensorSlice(f"{router.name}.expert_bias", tuple(router.bias_E.shape), (0,), router.bias_E)
 
 
-def _holders(own: dict[str, dict[Box, Tensor]], mesh: Mesh) -> dict[str, dict[Box, int]]:
-    """The first rank that holds each part of each weight."""
+def _holders(own: dict[str, dict[Box, Tensor]], mesh: Mesh) -> dict[str, dict[Box, list[int]]]:
+    """Ranks that hold each part of each weight."""
     listed = {name: list(parts) for name, parts in own.items()}
     everyone: list[dict[str, list[Box]]] = [listed] * mesh.world.size
     if mesh.world.size > 1:
         dist.all_gather_object(everyone, listed)
-    holders: dict[str, dict[Box, int]] = defaultdict(dict)
+    holders: dict[str, dict[Box, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, names in enumerate(everyone):
         for name, boxes in names.items():
             for box in boxes:
-                holders[name].setdefault(box, rank)
+                holders[name][box].append(rank)
     return holders
 
 
-def _tensors(plan: Plan, family: str, holders: dict[str, dict[Box, int]]) -> dict[str, list[_Part]]:
+def _tensors(plan: Plan, family: str, holders: dict[str, dict[Box, list[int]]]) -> dict[str, list[_Part]]:
     """Parts of every tensor of the checkpoint, in one order on all ranks."""
     tensors: dict[str, list[_Part]] = defaultdict(list)
     for weight, places in checkpoint_places(plan.model, family).items():
         for place in places:
-            tensors[place.name] += [_Part(weight, place, box, rank) for box, rank in holders[weight].items()]
+            tensors[place.name] += [_Part(weight, place, box, tuple(ranks)) for box, ranks in holders[weight].items()]
     return tensors
 
 
@@ -132,17 +136,18 @@ def _assembled(
     """The tensor on its owner, on the CPU; None elsewhere."""
     tensor = None
     if mesh.rank == owner:
-        dtype = next(own[part.weight][part.box].dtype for part in parts if part.rank == owner)
+        dtype = next(own[part.weight][part.box].dtype for part in parts if owner in part.ranks)
         tensor = torch.empty(parts[0].place.shape, dtype=dtype)
     for part in parts:
-        values = own[part.weight][part.box] if mesh.rank == part.rank else None
-        if part.rank != owner and values is not None:
+        sender = part.sender(owner)
+        values = own[part.weight][part.box] if mesh.rank == sender else None
+        if sender != owner and values is not None:
             dist.send(values.contiguous(), owner)
         if tensor is None:
             continue
         if values is None:
             values = torch.empty(part.box[1], dtype=tensor.dtype, device=device)
-            dist.recv(values, part.rank)
+            dist.recv(values, sender)
         write_part(tensor, part.place, part.box[0], values.cpu())
     return tensor
 

@@ -103,6 +103,34 @@ def test_fully_sharded_weights_are_exported_from_where_they_lie(
         torch.testing.assert_close(got[name], weight, rtol=0, atol=0, msg=name)
 
 
+def export_counting(rank: int, plan: Plan, folder: str) -> list[int]:
+    """Bytes of each file that this rank writes."""
+    import safetensors.torch
+
+    plain, sizes = safetensors.torch.save, []
+
+    def save(tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> bytes:
+        sizes.append(sum(tensor.nbytes for tensor in tensors.values()))
+        return plain(tensors, metadata)
+
+    safetensors.torch.save = save
+    try:
+        export(rank, plan, folder)
+    finally:
+        safetensors.torch.save = plain
+    return sizes
+
+
+@pytest.mark.parametrize("folding", FOLDINGS[:3], ids=str)  # with pp, a rank holds what its stages hold
+def test_every_rank_writes_its_share_file_by_file(folding: dict[str, int], pool: GlooPool, tmp_path: Path) -> None:
+    plan = tiny_plan(DEEPSEEK, 2, precision="fp32", **folding)
+    ranks = pool.run(export_counting, plan, str(tmp_path))
+    total_bytes = sum(map(sum, ranks))
+    for sizes in ranks:
+        assert sum(sizes) < 0.7 * total_bytes
+        assert max(sizes) <= max(20_000, 256 * 32 * 4)  # the embedding alone is larger than a file should be
+
+
 def test_experts_are_transposed_and_files_are_small(tmp_path: Path) -> None:
     export(0, tiny_plan(QWEN, 1, precision="fp32"), str(tmp_path))
     weights = read(tmp_path)
