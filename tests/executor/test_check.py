@@ -20,7 +20,6 @@ def test_what_the_executor_runs_passes(model: ModelSpec) -> None:
 @pytest.mark.parametrize(
     "key,changes",
     [
-        ("precision", {"precision": "fp8_current"}),
         ("flex_backend", {"dispatcher": "flex"}),
         ("dispatch_sms", {"dispatcher": "flex", "flex_backend": "torch", "dispatch_sms": 20}),
         ("moment_dtype", {"moment_dtype": "fp64", "precision": "bf16"}),
@@ -42,6 +41,13 @@ def test_each_limit_of_models_is_named() -> None:
     check_supported(tiny_plan(biased, 4, etp=4))
     with pytest.raises(InvalidInputError, match=r"^etp: got 8, .* where etp divides model\.hidden_size 36"):
         check_supported(tiny_plan(biased, 8, etp=8))
+
+
+def test_kernels_of_a_library_take_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moeplan.executor.check.find_spec", lambda name: name)
+    check_supported(tiny_plan(GQA_MODEL, 4, ep=2, dispatcher="flex", precision="bf16", dispatch_sms=24))
+    with pytest.raises(InvalidInputError, match="precision: got fp64, the native executor runs flex_backend hybridep"):
+        check_supported(tiny_plan(GQA_MODEL, 4, ep=2, dispatcher="flex"))
 
 
 def test_world_must_be_that_of_the_plan() -> None:
