@@ -76,6 +76,7 @@ class Trainer:
         for router in self.model.routers():
             router.control = self.routing
         self.optimizer = ChainedOptimizer(plan, run, mesh, self.model, embedding_group(plan, mesh))
+        self.model.table.weights = None  # lets go of the files of first weights
         self.checkpoints = Checkpointer(plan, run, mesh, self.model, self.optimizer) if run.save_folder else None
         self.spikes = SpikeGuard(run.spike_factor)
         self.current_step, self.progress = 0, 0  # what the watchdog looks at: 0 between steps, and micro-batches begun
