@@ -5,6 +5,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from moeplan.errors import InvalidInputError
+from moeplan.executor.routing_files import check_replay
 from moeplan.executor.token_file import check_length, token_file
 from moeplan.hf_export import hf_config_of
 from moeplan.hf_folder import check_model, open_folder
@@ -108,8 +109,7 @@ def check_run(run: RunConfig) -> None:
             f"profile_steps {run.profile_steps} = {spent}",
             "raise steps, or lower the other two",
         )
-    if run.replay_routing and run.force_balance:
-        raise InvalidInputError("force_balance: got true with replay_routing, allowed: one of them", "leave one out")
+    check_replay(run)
     check_saving(run)
 
 

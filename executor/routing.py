@@ -16,6 +16,7 @@ from torch import Tensor
 from moeplan.errors import InvalidInputError
 from moeplan.executor.context import own_positions
 from moeplan.executor.mesh import Mesh
+from moeplan.executor.routing_files import step_folder
 from moeplan.kernels.router import RouterOptions, choose_experts
 from moeplan.plan import Plan
 from moeplan.run_config import RunConfig
@@ -50,12 +51,12 @@ class RoutingControl:
         self._step = step
         self._calls.clear()
         if self.replay_folder:
-            self._replayed = self._read(self.replay_folder / _step_name(step))
+            self._replayed = self._read(step_folder(self.replay_folder, step))
 
     def end(self) -> None:
         """The step is over: its record is written."""
         if self.record_folder and self._step is not None:
-            self._write(self.record_folder / _step_name(self._step))
+            self._write(step_folder(self.record_folder, self._step))
         self._recorded, self._step = {}, None
 
     def next_call(self, router: str) -> int:
@@ -142,7 +143,3 @@ class RoutingControl:
             for name, rows in found.items()
             for batch in batches
         }
-
-
-def _step_name(step: int) -> str:
-    return f"step-{step:08d}"

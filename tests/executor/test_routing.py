@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from moeplan.errors import InvalidInputError
+from moeplan.executor.check import check_run
 from moeplan.executor.mesh import build_mesh
 from moeplan.executor.parameters import ParameterTable
 from moeplan.executor.router import Router
@@ -101,6 +102,16 @@ def test_records_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     deeper = GQA_MODEL.model_copy(update={"num_layers": 3})
     with pytest.raises(InvalidInputError, match=r"step 1 has no layers\.2\.router"):
         losses(0, tiny_plan(deeper, 1), RunConfig(eval_every=1, replay_routing=str(tmp_path)))
+
+
+def test_what_cannot_be_replayed_is_said_before_the_run(tmp_path: Path) -> None:
+    run = RunConfig(steps=6, replay_routing=str(tmp_path))
+    with pytest.raises(InvalidInputError, match="step-00000006 is not there, of a run of 6 steps"):
+        check_run(run)
+    (tmp_path / "step-00000006").mkdir()
+    check_run(run)
+    with pytest.raises(InvalidInputError, match="force_balance: got true with replay_routing"):
+        check_run(run.model_copy(update={"force_balance": True}))
 
 
 MICRO_BATCHES, COEFF = 3, 0.5
