@@ -10,8 +10,14 @@ from moeplan.hwprofiles.schema import HardwareProfile
 from moeplan.plan import Plan
 from moeplan.planner.space import dispatch_fields, precisions_of, stack_features, vp_values
 from moeplan.results import Figures
+from moeplan.simulator.backward_ops import backward_ops
+from moeplan.simulator.graph import critical_path
+from moeplan.simulator.layer_ops import forward_ops
+from moeplan.simulator.op import OpRun
+from moeplan.simulator.op_shapes import OpShape
 from moeplan.simulator.predict import predict
 from moeplan.simulator.stack import SoftwareStack
+from moeplan.simulator.step_model import step_model
 from moeplan.vocabulary import CudaGraphScope
 
 DEGREES = ("tp", "cp", "pp", "etp", "ep", "mbs")
@@ -24,6 +30,39 @@ class Variant:
     change: str
     predicted: Figures | None
     problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CriticalPhase:
+    """The critical path of one phase of one kind of part: its ops in order, and the seconds of the phase alone."""
+
+    part: str
+    phase: str
+    seconds: float
+    path: tuple[OpRun, ...]
+
+    @property
+    def by_family(self) -> dict[tuple[str, str], float]:
+        """Seconds on the path by stream and op family, largest first."""
+        sums: dict[tuple[str, str], float] = {}
+        for run in self.path:
+            key = (run.op.stream, run.op.family)
+            sums[key] = sums.get(key, 0.0) + run.cost.seconds
+        return dict(sorted(sums.items(), key=lambda item: -item[1]))
+
+
+def critical_phases(plan: Plan, profile: HardwareProfile, stack: SoftwareStack) -> list[CriticalPhase]:
+    """Forward and backward of every kind of layer of the plan, without overlap with the other direction."""
+    model, shape = step_model(plan.model, stack, profile), OpShape.of(plan.point, stack, profile)
+    found: dict[str, CriticalPhase] = {}
+    parts = {part for stage in model.stage_parts(plan.point.layout) for part in stage if part.kind in ("dense", "moe")}
+    for part in sorted(parts, key=lambda one: (one.kind, one.layer)):
+        time, ops = model.part_time(part, shape), forward_ops(plan.model, part, shape, stack)
+        backward = backward_ops(ops, shape, stack.time)
+        for phase, one, its_ops in (("forward", time.forward, ops), ("backward", time.backward, backward)):
+            critical = CriticalPhase(part.kind, phase, one.seconds, critical_path(one, its_ops))
+            found.setdefault(f"{part.kind} {phase}", critical)
+    return list(found.values())
 
 
 def neighbours(plan: Plan, profile: HardwareProfile, stack: SoftwareStack) -> list[Variant]:

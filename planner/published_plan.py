@@ -52,6 +52,14 @@ def find_stack(written: str) -> str:
     return earlier[-1]
 
 
+def stack_name(row: PublishedRow) -> str:
+    """The stack of a row; a run noted as eager takes its engine's stack without compilation, where there is one."""
+    found = find_stack(row.text("stack"))
+    engine, _, release = found.rpartition("-")
+    eager = f"{engine}-eager-{release}"
+    return eager if re.match(r"eager\b", row.text("notes")) and eager in stack_names() else found
+
+
 def _release(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split("."))
 
@@ -66,8 +74,9 @@ def hardware_name(row: PublishedRow) -> str:
 
 def plan_of(row: PublishedRow, stack: SoftwareStack, profile: HardwareProfile) -> Plan:
     """The plan of one row on its stack and machine. Raises CellError where the row cannot be expressed."""
-    if row.text("task") not in ("", "pretrain"):
-        raise CellError("task", f"got {row.text('task')!r}, only pre-training is predicted")
+    # Fine-tuning of all weights computes what pre-training does.
+    if row.text("task") not in ("", "pretrain", "sft"):
+        raise CellError("task", f"got {row.text('task')!r}, allowed: pretrain, sft")
     precision = row.text("precision")
     if precision not in PRECISIONS:
         raise CellError("precision", f"got {precision!r}, allowed: {', '.join(PRECISIONS)}")

@@ -11,7 +11,7 @@ from moeplan.errors import MoeplanError
 from moeplan.hwprofiles.load import load_profile
 from moeplan.hwprofiles.schema import HardwareProfile
 from moeplan.plan import Plan
-from moeplan.planner.published_plan import find_stack, hardware_name, plan_of
+from moeplan.planner.published_plan import hardware_name, plan_of, stack_name
 from moeplan.planner.published_rows import CellError, PublishedRow
 from moeplan.simulator.memory import READINGS, Reading, peak_memory_bytes, peak_of_reading
 from moeplan.simulator.predict import step_times
@@ -60,7 +60,7 @@ def stack_of(name: str) -> SoftwareStack:
 
 def case_of(row: PublishedRow) -> Case:
     """The row as a plan with its measured step. Raises CellError."""
-    plan = plan_of(row, stack_of(find_stack(row.text("stack"))), profile_of(hardware_name(row)))
+    plan = plan_of(row, stack_of(stack_name(row)), profile_of(hardware_name(row)))
     return Case(row, plan, row.step_s())
 
 
@@ -174,10 +174,10 @@ class PairScore:
 
     @property
     def is_right(self) -> bool | None:
-        """Whether the predicted ratio lies on the measured side of 1."""
+        """Whether the predicted ratio lies on the measured side of 1; one that names neither half is wrong."""
         if self.published_ratio is None or self.predicted_ratio is None:
             return None
-        return (self.published_ratio < 1) == (self.predicted_ratio < 1)
+        return (self.published_ratio - 1) * (self.predicted_ratio - 1) > 0
 
     @property
     def error_frac(self) -> float | None:

@@ -257,7 +257,11 @@ def _legal(request: SearchRequest, space: Space, chosen: dict[str, Any], tally: 
     for mbs in space.mbs:
         point = make_point(request, chosen | {"mbs": mbs})
         forbidden = next((key for key, values in request.forbidden.items() if getattr(point, key) in values), None)
-        rules = chain(violations(request.model, point), request.stack.violations(request.model, point))
+        rules = chain(
+            violations(request.model, point),
+            request.stack.violations(request.model, point),
+            request.stack.failures(request.model, point, request.profile),
+        )
         problem = ("forbidden", f"--forbid {forbidden}") if forbidden else next(rules, None)
         if problem:
             tally.add(*problem)

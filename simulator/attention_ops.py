@@ -23,7 +23,7 @@ def attention_ops(build: LayerBuilder, layer: int) -> list[Op]:
         build.memory("input_norm", 2 * shape.own_tokens * hidden, NORM_BACKWARD, modules=("layernorm",)),
         *project(build),
         *_attention_core(build, layer),
-        *build.quantize("out_proj.quantize", tokens * width, "elementwise", "before", "attention"),
+        *build.quantize("out_proj.quantize", (tokens * width, tokens * hidden), "elementwise", "before", "attention"),
         build.gemm("out_proj", (tokens, hidden, width)),
         *build.tp_collective("reduce_scatter", "attention_reduce_scatter", hidden),
         build.memory("attention_residual", 3 * shape.own_tokens * hidden, 1 / 3),
@@ -38,7 +38,9 @@ def _gqa_projections(build: LayerBuilder) -> list[Op]:
     qkv_width = qk_width + attention.num_kv_heads * attention.head_dim / tp
     ops = [
         *build.tp_collective("all_gather", "attention_all_gather", hidden),
-        *build.quantize("qkv_proj.quantize", tokens * hidden, "elementwise", "before", "attention"),
+        *build.quantize(
+            "qkv_proj.quantize", (0, tokens * qkv_width), "elementwise", "before", "attention", normed=tokens * hidden
+        ),
         build.gemm("qkv_proj", (tokens, qkv_width, hidden)),
     ]
     if attention.qk_norm:
@@ -55,7 +57,8 @@ def _mla_projections(build: LayerBuilder) -> list[Op]:
     q_rank, kv_rank, qk = attention.q_lora_rank, attention.kv_lora_rank, attention.qk_head_dim
     kv_width = heads * (attention.qk_nope_head_dim + attention.v_head_dim)
     up: tuple[RecomputeModule, ...] = ("mla_up_proj",)
-    ops = build.quantize("mla_down.quantize", own * hidden, "elementwise", "before", "attention")
+    latent = q_rank + kv_rank + attention.qk_rope_head_dim
+    ops = build.quantize("mla_down.quantize", (own * hidden, own * latent), "elementwise", "before", "attention")
     if q_rank:
         ops.append(build.gemm("q_down", (own, q_rank, hidden)))
     ops += [
@@ -63,6 +66,14 @@ def _mla_projections(build: LayerBuilder) -> list[Op]:
         build.memory("latent_norm", 2 * own * (q_rank + kv_rank), NORM_BACKWARD, modules=up),
         *build.tp_collective(
             "all_gather", "latent_all_gather", (q_rank or hidden) + kv_rank + attention.qk_rope_head_dim
+        ),
+        *build.quantize(
+            "mla_up.quantize",
+            (0, tokens * (heads * qk + kv_width)),
+            "elementwise",
+            "before",
+            "attention",
+            normed=tokens * (q_rank + kv_rank),
         ),
         build.gemm("q_up", (tokens, heads * qk, q_rank or hidden), modules=up),
         build.gemm("kv_up", (tokens, kv_width, kv_rank), modules=up),

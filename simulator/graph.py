@@ -55,6 +55,20 @@ def op_graph(ops: Sequence[Op]) -> nx.DiGraph:
     return graph
 
 
+def critical_path(time: PhaseTime, ops: Sequence[Op]) -> tuple[OpRun, ...]:
+    """The chain of ops, over all streams, that no other chain outlasts: the longest path of :func:`op_graph`.
+
+    Its seconds are the phase without what the host adds: shortening an op beside it shortens nothing. ``ops`` are
+    those that ``time`` was made of.
+    """
+    runs = {run.op.name: run for run in time.runs}
+    graph = op_graph(ops)
+    graph.add_edges_from((name, "") for name in list(graph))  # what ends last, whichever it is
+    for earlier, _, data in graph.edges(data=True):
+        data["seconds"] = runs[earlier].cost.seconds
+    return tuple(runs[name] for name in nx.dag_longest_path(graph, weight="seconds") if name)
+
+
 def phase_time(
     ops: Sequence[Op], profile: HardwareProfile, stack: StackTime, cuda_graph: Sequence[CudaGraphScope]
 ) -> PhaseTime:

@@ -88,19 +88,34 @@ class LayerBuilder:
             after=after,
         )
 
-    def quantize(self, name: str, elements: float, family: OpFamily, segment: Segment, scope: GraphScope) -> list[Op]:
-        """The copies a quantized GEMM's input needs beyond what measured rates include; none in plain formats."""
-        per_element = self.stack.time.quantize_bytes_per_element.get(self.shape.precision)
-        num_bytes = 0.0 if per_element is None else elements * per_element.value
-        if self.shape.format.quantized_bytes is None or num_bytes == 0:
+    def quantize(
+        self,
+        name: str,
+        elements: tuple[float, float],
+        family: OpFamily,
+        segment: Segment,
+        scope: GraphScope,
+        *,
+        normed: float = 0.0,
+    ) -> list[Op]:
+        """The copies quantized GEMMs need beyond what measured rates include; none in plain formats.
+
+        ``elements`` of inputs forward and of output gradients backward; ``normed`` more inputs come from a norm, which
+        in some recipes writes the copies in the place of its output.
+        """
+        inputs, grads = elements
+        time, precision = self.stack.time, self.shape.precision
+        per_element = time.quantize_bytes_per_element.get(precision)
+        if self.shape.format.quantized_bytes is None or per_element is None or per_element.value == 0:
             return []
+        inputs += 0.0 if precision in time.norm_quantizes else normed
         return [
             Op(
                 name=name,
                 kind="memory",
                 family=family,
-                hbm_bytes=num_bytes,
-                backward_hbm_bytes=num_bytes,
+                hbm_bytes=inputs * per_element.value,
+                backward_hbm_bytes=grads * per_element.value,
                 segment=segment,
                 scope=scope,
             )

@@ -33,7 +33,14 @@ def _dense_mlp(build: LayerBuilder) -> list[Op]:
     return [
         build.memory("pre_mlp_norm", 2 * own * hidden, NORM_BACKWARD, scope="mlp", modules=("layernorm",)),
         *build.tp_collective("all_gather", "mlp_all_gather", hidden, "mlp"),
-        *build.quantize("mlp.quantize", tokens * (hidden + width), "elementwise", "before", "mlp"),
+        *build.quantize(
+            "mlp.quantize",
+            (tokens * width, tokens * (gates * width + hidden)),
+            "elementwise",
+            "before",
+            "mlp",
+            normed=tokens * hidden,
+        ),
         build.gemm("mlp_fc1", (tokens, gates * width, hidden), scope="mlp", modules=mlp),
         build.memory("mlp_act", (gates + 1) * tokens * width, ACTIVATION_BACKWARD, scope="mlp", modules=mlp),
         build.gemm("mlp_fc2", (tokens, hidden, width), scope="mlp", modules=mlp),

@@ -25,7 +25,13 @@ def _shared_expert(build: LayerBuilder, moe: Moe) -> tuple[list[Op], list[Op]]:
     modules: tuple[RecomputeModule, ...] = ("shared_experts", "moe")
     first = [
         *build.tp_collective("all_gather", "shared_all_gather", hidden, "router"),
-        *build.quantize("shared.quantize", tokens * (hidden + width), "elementwise", "before", "router"),
+        *build.quantize(
+            "shared.quantize",
+            (tokens * (hidden + width), tokens * (gates * width + hidden)),
+            "elementwise",
+            "before",
+            "router",
+        ),
         build.gemm("shared_fc1", (tokens, gates * width, hidden), scope="router", modules=modules),
         build.memory("shared_act", (gates + 1) * tokens * width, ACTIVATION_BACKWARD, scope="router", modules=modules),
     ]
@@ -237,6 +243,7 @@ def _experts(build: LayerBuilder, moe: Moe) -> list[Op]:
     rows, width = shape.expert_rows(moe) * _load(build), moe.expert_ffn_size / shape.etp
     local_experts, gates = moe.num_experts // shape.ep, model.mlp_matrices - 1
     total, hidden = rows * local_experts, model.hidden_size
+    low_precision = shape.format.quantized_bytes is not None
     act = build.memory(
         "expert_act",
         (gates + 1) * total * width,
@@ -245,7 +252,8 @@ def _experts(build: LayerBuilder, moe: Moe) -> list[Op]:
         scope="moe",
         modules=("moe_act", "moe"),
     )
-    is_fused = shape.fused_grouped_mlp
+    # The kernels that read their shapes on the device come with the activation and its quantization; not with biases.
+    is_fused = (shape.fused_grouped_mlp or shape.is_device_driven) and low_precision and not moe.mlp_bias
     bias = build.memory(  # added to both outputs; backward sums their gradients over rows
         "expert_bias",
         2 * total * (gates * width + hidden) * moe.mlp_bias,
@@ -256,7 +264,11 @@ def _experts(build: LayerBuilder, moe: Moe) -> list[Op]:
     )
     # Fused kernels quantize between the two GEMMs; what comes from and goes to other ranks is quantized apart.
     quantized = build.quantize(
-        "expert.quantize", total * (hidden + (0 if is_fused else width)), "permute", "expert", "moe"
+        "expert.quantize",
+        (total * (hidden + (0 if is_fused else width)), total * (hidden + (0 if is_fused else gates * width))),
+        "permute",
+        "expert",
+        "moe",
     )
     if not build.stack.time.grouped_gemm:
         act = replace(act, num_kernels=local_experts)

@@ -5,54 +5,95 @@ The five steps of one layer pair (report section 2.5), exchange beside compute, 
 gradients of b's experts, then f's experts; 4 combine of f | data gradients of b before the dispatch; 5 - | the rest.
 """
 
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
 from moeplan.hwprofiles.schema import HardwareProfile
 from moeplan.simulator.costs import dispatch_rate
-from moeplan.simulator.graph import FAMILY_INDEX, PhaseTime
-from moeplan.simulator.op import Phase, Segment
+from moeplan.simulator.graph import FAMILY_INDEX, Array, PhaseTime
+from moeplan.simulator.op import OpRun, Phase, Segment
+from moeplan.vocabulary import OP_FAMILIES
+
+DISPATCH, HOST = FAMILY_INDEX["dispatch"], FAMILY_INDEX["host"]
 
 
-def hidden_seconds(forward: PhaseTime, backward: PhaseTime, sm_frac: float, *, delay_wgrad: bool = True) -> float:
-    """Seconds a layer pair saves over running forward and backward one after the other; at least 0.
+@dataclass(frozen=True, slots=True)
+class PairSaving:
+    """What a pair of one part's forward and backward exposes less than its two halves alone, by family.
 
-    While an exchange of ``m`` seconds runs on ``sm_frac`` of the SMs, ``c`` seconds of compute advance slower by that
-    part: the step takes max(m, c + m x sm_frac). Without ``delay_wgrad`` the experts' weight gradients run in step 2.
+    Below 0 where a family takes longer: compute beside an exchange is slower. ``seconds`` is the sum, at least 0 but
+    for the host's part.
     """
 
-    def compute(phase: PhaseTime, segments: tuple[Segment, ...], kinds: tuple[Phase, ...]) -> float:
-        return sum(
-            run.cost.seconds
+    exposed_s: Array
+
+    @property
+    def seconds(self) -> float:
+        return float(self.exposed_s.sum())
+
+
+NO_SAVING = PairSaving(np.zeros(len(OP_FAMILIES)))
+
+
+def hidden_by_family(forward: PhaseTime, backward: PhaseTime, slowed_frac: float, *, delay_wgrad: bool = True) -> Array:
+    """Exposed seconds that a layer pair saves over running forward and backward one after the other, by family.
+
+    Beside an exchange of ``m`` seconds compute loses ``slowed_frac`` of its rate: ``c`` seconds of it take
+    c / (1 - slowed_frac) where the exchange is the longer one, which then exposes the rest, and otherwise
+    c + m x slowed_frac. Without ``delay_wgrad`` the experts' weight gradients run in step 2.
+    """
+    saved: Array = np.zeros(len(OP_FAMILIES))
+    for sent_s, beside in _steps(forward, backward, delay_wgrad=delay_wgrad):
+        done_s = sum(run.cost.seconds for run in beside)
+        slowed_s = min(done_s * slowed_frac / (1 - slowed_frac), sent_s * slowed_frac)
+        saved[DISPATCH] += min(sent_s, done_s + slowed_s)
+        for run in beside:
+            saved[FAMILY_INDEX[run.op.family]] -= slowed_s * run.cost.seconds / done_s if done_s else 0.0
+    return saved
+
+
+def _steps(forward: PhaseTime, backward: PhaseTime, *, delay_wgrad: bool) -> Iterable[tuple[float, Sequence[OpRun]]]:
+    """Of steps 1 to 4: seconds of the exchange, and the compute beside it."""
+
+    def compute(phase: PhaseTime, segment: Segment, kind: Phase) -> list[OpRun]:
+        return [
+            run
             for run in phase.runs
-            if run.op.stream == "compute" and run.op.segment in segments and run.op.phase in kinds
-        )
+            if run.op.stream == "compute" and run.op.segment == segment and run.op.phase == kind
+        ]
 
     def exchange(phase: PhaseTime, segment: Segment) -> float:
         return sum(run.cost.seconds for run in phase.runs if run.op.stream == "dispatch" and run.op.segment == segment)
 
-    wgrad_s = compute(backward, ("expert",), ("wgrad",))
-    early_s, late_s = (0.0, wgrad_s) if delay_wgrad else (wgrad_s, 0.0)
-    steps = (
-        (exchange(backward, "combine"), compute(forward, ("before",), ("fwd",))),
-        (exchange(forward, "dispatch"), early_s + compute(backward, ("expert",), ("dgrad",))),
-        (exchange(backward, "dispatch"), late_s + compute(forward, ("expert",), ("fwd",))),
-        (exchange(forward, "combine"), compute(backward, ("before",), ("dgrad",))),
+    weights = compute(backward, "expert", "wgrad")
+    early, late = ([], weights) if delay_wgrad else (weights, [])
+    return (
+        (exchange(backward, "combine"), compute(forward, "before", "fwd")),
+        (exchange(forward, "dispatch"), [*early, *compute(backward, "expert", "dgrad")]),
+        (exchange(backward, "dispatch"), [*late, *compute(forward, "expert", "fwd")]),
+        (exchange(forward, "combine"), compute(backward, "before", "dgrad")),
     )
-    return sum(sent + done - max(sent, done + sent * sm_frac) for sent, done in steps)
 
 
-def paired_saving(
-    forward: PhaseTime, backward: PhaseTime, sm_frac: float, *, delay_wgrad: bool, overlap_frac: float
-) -> tuple[float, float]:
-    """Seconds that a pair exposes less than its two halves alone: of dispatch, and of the host.
+def paired_saving(forward: PhaseTime, backward: PhaseTime, slowed_frac: float, *, delay_wgrad: bool) -> PairSaving:
+    """What a pair saves, the host's part included.
 
     What the device waits for the host stays: one thread issues both halves, and a stop of one stops the other. Where
-    the host's whole work exceeds what is left of the device's, what hides is waited for all the same, and the second
+    the host's whole work exceeds what is left of the device's, what hides is waited for all the same, and the host's
     number is negative.
     """
-    host = FAMILY_INDEX["host"]
-    waiting = float(forward.exposed_s[host] + backward.exposed_s[host])
-    device = forward.seconds + backward.seconds - waiting
-    hidden = overlap_frac * hidden_seconds(forward, backward, sm_frac, delay_wgrad=delay_wgrad)
-    return hidden, waiting - max(waiting, forward.issued_s + backward.issued_s - (device - hidden))
+    saved = hidden_by_family(forward, backward, slowed_frac, delay_wgrad=delay_wgrad)
+    waiting = float(forward.exposed_s[HOST] + backward.exposed_s[HOST])
+    device = forward.seconds + backward.seconds - waiting - float(saved.sum())
+    saved[HOST] = waiting - max(waiting, forward.issued_s + backward.issued_s - device)
+    return PairSaving(saved)
+
+
+def slowed_frac(profile: HardwareProfile, backend: str, contention_frac: float, given_sms: int = 0) -> float:
+    """Part of its rate that compute loses beside an exchange: its SMs, and what else the two contend for."""
+    return min(0.9, dispatch_sm_frac(profile, backend, given_sms) + contention_frac)
 
 
 def dispatch_sm_frac(profile: HardwareProfile, backend: str, given_sms: int = 0) -> float:

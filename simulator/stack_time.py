@@ -27,7 +27,9 @@ class StackTime(Record):
     fp8_gemm_frac: Sourced = Field(description="the same of per-tensor FP8, whose readings are of the best shapes")
     hides_cp: bool = Field(default=True, description="keys and values pass beside the attention they are not needed by")
     exchange_wait_s: Sourced = Field(description="host-driven exchange: wait for the last rank, per doubling of ranks")
-    overlap_frac: Sourced = Field(description="part of an exchange that runs beside compute of the other direction")
+    exchange_contention_frac: Sourced = Field(
+        description="rate that compute loses beside an exchange, beyond its SMs: memory, power, order of launches"
+    )
     natural_imbalance_frac: Sourced = Field(description="load of the busiest rank over the mean under natural routing")
     jitter_frac: Sourced = Field(description="host-driven runs: slowest rank over the mean, per doubling of GPUs")
     launches_per_op: Sourced = Field(description="eager kernels the host issues per op of the simulator")
@@ -36,6 +38,9 @@ class StackTime(Record):
     router_kernels: Sourced = Field(description="kernels of the router beside its GEMM, forward")
     quantize_bytes_per_element: dict[PrecisionName, Sourced] = Field(
         default={}, description="by recipe: bytes moved to quantize a GEMM's input, beyond what measured rates include"
+    )
+    norm_quantizes: tuple[PrecisionName, ...] = Field(
+        default=(), description="recipes in which a norm writes the quantized copies in the place of its output"
     )
     loss_bytes_per_logit: Sourced = Field(
         description="bytes moved per logit by the cross entropy, forward and backward"

@@ -21,14 +21,14 @@ from moeplan.simulator.graph import FAMILY_INDEX, Array, PhaseTime, phase_time
 from moeplan.simulator.layer_ops import forward_ops
 from moeplan.simulator.offload import stage_offloaded_bytes, transfer_seconds
 from moeplan.simulator.op_shapes import OpShape, Part
-from moeplan.simulator.overlap import dispatch_sm_frac, paired_frac, paired_saving
+from moeplan.simulator.overlap import NO_SAVING, PairSaving, paired_frac, paired_saving, slowed_frac
 from moeplan.simulator.rank_groups import rank_groups
 from moeplan.simulator.recurrence import PipelineTime, pipeline_time
 from moeplan.simulator.stack import SoftwareStack
 from moeplan.vocabulary import OP_FAMILIES
 
 NUM_FAMILIES = len(OP_FAMILIES)
-DISPATCH, HOST, BUBBLE = FAMILY_INDEX["dispatch"], FAMILY_INDEX["host"], FAMILY_INDEX["bubble"]
+HOST, BUBBLE = FAMILY_INDEX["host"], FAMILY_INDEX["bubble"]
 PP_COMM, DP_COMM, OPTIMIZER = FAMILY_INDEX["pp_comm"], FAMILY_INDEX["dp_comm"], FAMILY_INDEX["optimizer"]
 Order = tuple[int, int, int, int | None]
 
@@ -77,7 +77,7 @@ class StepModel:
     profile: HardwareProfile
     _parts: dict[tuple[Part, OpShape], PartTime] = field(default_factory=dict)
     _forwards: dict[tuple[Part, OpShape], PhaseTime] = field(default_factory=dict)
-    _saved: dict[tuple[Part, OpShape, bool], tuple[float, float]] = field(default_factory=dict)
+    _saved: dict[tuple[Part, OpShape, bool], PairSaving] = field(default_factory=dict)
     _stages: dict[str, tuple[dict[Part, int], ...]] = field(default_factory=dict)
     _ends: dict[tuple[object, ...], tuple[StepEnds, ...]] = field(default_factory=dict)
 
@@ -113,18 +113,16 @@ class StepModel:
             self._parts[key] = PartTime(forward, backward)
         return self._parts[key]
 
-    def saved_s(self, part: Part, shape: OpShape, point: Point) -> tuple[float, float]:
-        """Exposed dispatch and host that a pair of one part's forward and backward saves by overlap."""
+    def saving(self, part: Part, shape: OpShape, point: Point) -> PairSaving:
+        """What a pair of one part's forward and backward saves by overlap."""
         if part.kind != "moe" or not point.ep_overlap:
-            return 0.0, 0.0
+            return NO_SAVING
         key = (part, shape, point.delay_wgrad)
         if key not in self._saved:
             time = self.part_time(part, shape)
-            sm_frac = dispatch_sm_frac(self.profile, shape.backend, shape.dispatch_sms)
-            frac = self.stack.time.overlap_frac.value
-            self._saved[key] = paired_saving(
-                time.forward, time.backward, sm_frac, delay_wgrad=point.delay_wgrad, overlap_frac=frac
-            )
+            contention = self.stack.time.exchange_contention_frac.value
+            slowed = slowed_frac(self.profile, shape.backend, contention, shape.dispatch_sms)
+            self._saved[key] = paired_saving(time.forward, time.backward, slowed, delay_wgrad=point.delay_wgrad)
         return self._saved[key]
 
     def phase(self, point: Point, part: Part, kind: Literal["F", "B"]) -> PhaseTime:
@@ -160,7 +158,7 @@ class StepModel:
         backward = counts @ np.array([one.backward.seconds for one in times])
         total = counts @ np.array([one.forward.total_s + one.backward.total_s for one in times])
         exposed = counts @ np.array([one.forward.exposed_s + one.backward.exposed_s for one in times])
-        savings = np.array([self.saved_s(part, shape, point) for part in parts])
+        savings = np.array([self.saving(part, shape, point).exposed_s for part in parts])
         saved = counts @ savings * self._paired(point)[:, None]
         sent = stage_offloaded_bytes(self.model, point, self.stack, stages)
         # Hosts do not run alike; where one graph is the iteration they hardly matter.
@@ -170,8 +168,8 @@ class StepModel:
         forward, backward = forward * left * slowest, backward * left * slowest
         to_host, back = (transfer_seconds(sent, busy, self.profile) for busy in (forward, backward))
         forward, backward = forward + to_host, backward + back
-        exposed[:, [DISPATCH, HOST]] -= saved
-        exposed, total = exposed * slowest, total * slowest
+        total += np.maximum(-saved, 0.0)
+        exposed, total = (exposed - saved) * slowest, total * slowest
         exposed[:, HOST] += to_host + back
         total[:, HOST] += to_host + back
         tokens = point.tokens_per_rank

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from moeplan.planner.explain import Variant
+from moeplan.planner.explain import CriticalPhase, Variant
 from moeplan.report.output import out_console
 from moeplan.report.tables import table, with_text_last
 from moeplan.results import Figures
@@ -55,3 +55,19 @@ def why(base: Figures, found: Figures) -> str:
         if abs(seconds) > NOTABLE_FRAC * base.step_s
     ]
     return ", ".join(parts) or "nothing notable"
+
+
+def print_critical(phases: Sequence[CriticalPhase]) -> None:
+    """What lies on the critical path of each kind of layer, by stream and family: only that can shorten it."""
+    rows = []
+    for phase in phases:
+        parts = [
+            f"{family} {100 * seconds / phase.seconds:.0f} %" + ("" if stream == "compute" else f" ({stream})")
+            for (stream, family), seconds in phase.by_family.items()
+        ]
+        waiting_s = phase.seconds - sum(run.cost.seconds for run in phase.path)
+        if waiting_s > NOTABLE_FRAC * phase.seconds:
+            parts.append(f"waiting for the host {100 * waiting_s / phase.seconds:.0f} %")
+        rows.append([phase.part, phase.phase, format_seconds(phase.seconds), ", ".join(parts)])
+    headers = ["layer", "phase", "seconds", "on the critical path, exchanges not overlapped"]
+    out_console().print(with_text_last(table("Critical path of a layer, one micro-batch", headers, rows)))

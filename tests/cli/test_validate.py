@@ -66,5 +66,5 @@ def test_fit_writes_profiles_and_stacks_that_load(cli: Cli, tmp_path: Path) -> N
     assert profile.sustained_frac.source == "fitted"
     assert "cross-validated" in profile.sustained_frac.ref
     stack = load_stack(str(tmp_path / "stacks" / "megatron-bridge-26.08-fitted.toml"))
-    assert stack.time.overlap_frac.source == "fitted"
+    assert stack.time.exchange_contention_frac.source == "fitted"
     assert stack.time.router_kernels == load_stack("megatron-bridge-26.08").time.router_kernels

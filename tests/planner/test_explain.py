@@ -6,7 +6,7 @@ import pytest
 
 from moeplan.hwprofiles.load import load_profile
 from moeplan.plan import Plan
-from moeplan.planner.explain import ablations, neighbours
+from moeplan.planner.explain import ablations, critical_phases, neighbours
 from moeplan.planner.request import SearchRequest, parse_pins
 from moeplan.planner.search import search
 from moeplan.presets import load_model
@@ -88,3 +88,14 @@ def test_kinds_of_context_parallelism_are_neighbours() -> None:
     gathered = found["cp_comm p2p -> all_gather"].predicted
     assert gathered is not None
     assert gathered.time_s["cp_comm"].exposed_s > predict(plan, GB300, BRIDGE).time_s["cp_comm"].exposed_s
+
+
+def test_critical_paths_of_every_kind_of_layer_make_up_its_phases(request_: SearchRequest) -> None:
+    phases = critical_phases(search(request_).plans[0].plan, GB300, BRIDGE)
+    assert [(one.part, one.phase) for one in phases] == [
+        ("dense", "forward"), ("dense", "backward"), ("moe", "forward"), ("moe", "backward"),
+    ]  # fmt: skip
+    for one in phases:
+        assert 0 < sum(one.by_family.values()) <= one.seconds * (1 + 1e-9)
+    assert ("dispatch", "dispatch") in phases[2].by_family
+    assert ("dispatch", "dispatch") not in phases[0].by_family

@@ -13,7 +13,7 @@ from tests.planner.test_published_plan import SAMPLE
 CASES = [case_of(row) for row in read_published_rows(SAMPLE)[0]]
 PROFILES = {name: profile_of(name) for name in sorted({case.plan.hardware for case in CASES})}
 STACKS = {name: stack_of(name) for name in sorted({case.plan.stack for case in CASES})}
-TWO = tuple(one for one in FIT_CONSTANTS if one.field in ("elementwise_factor", "overlap_frac"))
+TWO = tuple(one for one in FIT_CONSTANTS if one.field in ("elementwise_factor", "exchange_contention_frac"))
 
 
 def test_constants_are_few_named_once_and_in_range() -> None:
@@ -28,9 +28,9 @@ def test_constants_are_few_named_once_and_in_range() -> None:
 def test_values_land_where_they_belong_as_fitted() -> None:
     profiles, stacks = with_values(TWO, [1.25, 0.5], PROFILES, STACKS, "a test")
     assert all(stack.time.elementwise_factor.value == 1.25 for stack in stacks.values())
-    assert {stack.time.overlap_frac.source for stack in stacks.values()} == {"fitted"}
+    assert {stack.time.exchange_contention_frac.source for stack in stacks.values()} == {"fitted"}
     assert profiles == PROFILES
-    assert STACKS["megatron-bridge-26.08"].time.overlap_frac.value != 0.5
+    assert STACKS["megatron-bridge-26.08"].time.exchange_contention_frac.value != 0.5
 
 
 def test_rows_of_one_plan_are_one_observation_and_a_group_weighs_one() -> None:
@@ -43,7 +43,7 @@ def test_rows_of_one_plan_are_one_observation_and_a_group_weighs_one() -> None:
 
 
 def test_planted_values_are_found_and_predict_what_they_have_not_seen() -> None:
-    planted = (1.6, 0.9)
+    planted = (1.6, 0.4)
     profiles, stacks = with_values(TWO, planted, PROFILES, STACKS, "planted")
 
     def measured(case: Case) -> Case:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from moeplan.errors import InvalidInputError
-from moeplan.planner.published_plan import find_stack, hardware_name, plan_of
+from moeplan.planner.published_plan import find_stack, hardware_name, plan_of, stack_name
 from moeplan.planner.published_rows import CellError, PublishedRow, read_published_rows
 from moeplan.planner.scoring import profile_of, stack_of
 
@@ -109,3 +109,14 @@ def test_lines_that_are_no_rows_are_told_and_the_rest_is_read(tmp_path: Path) ->
     path.write_text("id,model\n")
     with pytest.raises(InvalidInputError, match="no column gpu"):
         read_published_rows(path)
+
+
+def test_a_run_noted_as_eager_has_a_stack_without_compilation() -> None:
+    assert stack_name(row(stack="torchtitan-2024.12", notes="eager")) == "torchtitan-eager-2024.12"
+    assert stack_name(row(stack="torchtitan-2024.12", notes="torch.compile")) == "torchtitan-2024.12"
+    assert stack_name(row(stack="megatron-bridge-26.08", notes="eager")) == "megatron-bridge-26.08"
+
+
+def test_fine_tuning_of_all_weights_is_predicted_as_pre_training() -> None:
+    bridge, profile = stack_of("megatron-bridge-26.08"), profile_of("gb300")
+    assert plan_of(row(task="sft"), bridge, profile) == plan_of(row(), bridge, profile)

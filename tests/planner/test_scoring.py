@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from moeplan.planner.published_rows import PublishedRow, read_published_rows
-from moeplan.planner.scoring import RowScore, group_errors, percentile, score, score_pairs, summarize
+from moeplan.planner.scoring import PairScore, RowScore, group_errors, percentile, score, score_pairs, summarize
 from tests.planner.test_published_plan import BRIDGE, ROWS, SAMPLE
 
 
@@ -68,7 +68,7 @@ def test_pairs_compare_gpu_seconds_per_token() -> None:
 
 
 def test_rows_of_the_report_are_near_but_one() -> None:
-    """Report section 9.1, also ``moeplan validate tests/data/report_rows.csv``: within 10 %, one within 16 %.
+    """Report section 9.1, also ``moeplan validate tests/data/report_rows.csv``: within 10 %, one within 17 %.
 
     That one, DeepSeek-V3 in BF16 on GB200, waits for a first pipeline rank with three dense layers in its layout.
     """
@@ -78,7 +78,7 @@ def test_rows_of_the_report_are_near_but_one() -> None:
     far = errors.pop("tr-deepseek-v3-GB200-bf16-g256-t1p8v4c1e32-m1-b4096-s4096")
     assert len(errors) == 8
     assert max(map(abs, errors.values())) < 0.10
-    assert 0 < far < 0.16
+    assert 0 < far < 0.17
 
 
 def test_sizes_that_neither_half_of_a_pair_states_are_assumed() -> None:
@@ -87,3 +87,9 @@ def test_sizes_that_neither_half_of_a_pair_states_are_assumed() -> None:
     assert (row.count("n_gpus"), row.count("gbs")) == (8, 32)
     assert PublishedRow(2, cells | {"n_gpus": "16"}).with_assumed_sizes().count("gbs") == 64
     assert PublishedRow(2, cells | {"n_gpus": "16", "gbs": "7"}).with_assumed_sizes().text("gbs") == "7"
+
+
+def test_a_tie_names_neither_half_of_a_pair() -> None:
+    assert PairScore("a", "x", "y", 0.9, 1.0).is_right is False
+    assert PairScore("a", "x", "y", 1.1, 1.0).is_right is False
+    assert PairScore("a", "x", "y", 1.1, 1.01).is_right is True

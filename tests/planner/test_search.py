@@ -168,3 +168,12 @@ def test_libraries_that_may_be_missing_are_searched_only_where_asked_for(fix: st
     )
     plans = [ranked.plan for ranked in search(asked).plans]
     assert {plan.flex_backend if plan.dispatcher == "flex" else plan.dispatcher for plan in plans} == tried
+
+
+def test_dispatchers_that_fail_on_a_machine_are_turned_down_with_the_report() -> None:
+    stack, profile = load_stack("megatron-bridge-26.08"), load_profile("b300")
+    pins = parse_pins("tp=1,ep=64,pp=4,vp=4,etp=1,mbs=1,dispatcher=flex,flex_backend=deepep,precision=mxfp8", "--fix")
+    asked = SearchRequest(load_model("deepseek-v3"), "b300", profile, stack, 256, 4096, 8192, pins)
+    tally = Tally()
+    assert not [family for group in families(asked, default_space(asked), tally) for family in group]
+    assert "issue 5067" in tally.examples["dispatcher"]

@@ -1,18 +1,19 @@
 """Op graphs: longest path, exposed seconds, the host."""
 
 import networkx as nx
+import numpy as np
 import pytest
 
 from moeplan.hwprofiles.load import load_profile
 from moeplan.plan import Plan
 from moeplan.simulator.backward_ops import backward_ops
-from moeplan.simulator.graph import FAMILY_INDEX, op_graph, phase_time
+from moeplan.simulator.graph import FAMILY_INDEX, PhaseTime, critical_path, op_graph, phase_time
 from moeplan.simulator.layer_ops import forward_ops
-from moeplan.simulator.op import Op, Placement
+from moeplan.simulator.op import Cost, Op, OpRun, Placement
 from moeplan.simulator.op_shapes import OpShape, Part
-from moeplan.simulator.overlap import hidden_seconds, paired_frac
+from moeplan.simulator.overlap import hidden_by_family, paired_frac
 from moeplan.simulator.stack import load_stack
-from moeplan.vocabulary import CudaGraphScope
+from moeplan.vocabulary import OP_FAMILIES, CudaGraphScope
 
 PROFILE = load_profile("gb200")
 FULL: tuple[CudaGraphScope, ...] = ("full_iteration",)
@@ -104,9 +105,40 @@ def test_overlap_hides_no_more_than_the_exchanges_or_the_compute(report_plan: Pl
     forward = phase_time(ops, PROFILE, STACK.time, FULL)
     backward = phase_time(backward_ops(ops, shape, STACK.time), PROFILE, STACK.time, FULL)
     exchanged = sum(run.cost.seconds for time in (forward, backward) for run in time.runs if run.op.kind == "exchange")
-    assert hidden_seconds(forward, backward, 0.0) == pytest.approx(exchanged)  # inside NVL72 all of it fits
-    assert 0 <= hidden_seconds(forward, backward, 0.2) < hidden_seconds(forward, backward, 0.1) < exchanged
-    assert hidden_seconds(forward, backward, 0.1) == pytest.approx(0.9 * exchanged)
+    saved = [hidden_by_family(forward, backward, slowed) for slowed in (0.0, 0.1, 0.2)]
+    dispatch, gemm = FAMILY_INDEX["dispatch"], FAMILY_INDEX["expert_gemm"]
+    assert saved[0].sum() == pytest.approx(exchanged)  # inside NVL72 all of it fits
+    assert saved[1].sum() == pytest.approx(0.9 * exchanged)
+    assert 0 <= saved[2].sum() < saved[1].sum()
+    # The exchange hides; what it costs the compute beside it is the compute's.
+    assert saved[1][dispatch] == pytest.approx(exchanged)
+    assert saved[2][gemm] < saved[1][gemm] < 0
+
+
+def test_an_exchange_longer_than_what_is_beside_it_exposes_the_rest() -> None:
+    nothing = np.zeros(len(OP_FAMILIES))
+
+    def phase(one: Op, seconds: float) -> PhaseTime:
+        run = OpRun(one, Cost(seconds, "hbm", "measured", 0.0), 0.0)
+        return PhaseTime(seconds, 0.0, nothing, nothing, (run,))
+
+    forward = phase(op("attention", 1), 1.0)
+    backward = phase(op("combine", 1, stream="dispatch", segment="combine", phase="dgrad", family="dispatch"), 3.0)
+    saved = hidden_by_family(forward, backward, 0.5)
+    # One second of compute at half its rate takes two of the three: one is exposed.
+    assert saved[FAMILY_INDEX["dispatch"]] == pytest.approx(2.0)
+    assert saved.sum() == pytest.approx(1.0)
+
+
+def test_the_critical_path_is_the_phase_and_crosses_streams(report_plan: Plan) -> None:
+    shape = OpShape.of(report_plan.point, STACK, PROFILE)
+    ops = forward_ops(report_plan.model, Part("moe", 5), shape, STACK)
+    time = phase_time(ops, PROFILE, STACK.time, FULL)
+    path = critical_path(time, ops)
+    assert sum(run.cost.seconds for run in path) == pytest.approx(time.seconds)
+    assert {run.op.stream for run in path} >= {"compute", "dispatch"}
+    ends = [run.end_s for run in path]
+    assert ends == sorted(ends)
 
 
 def test_warm_up_has_no_partner() -> None:
