@@ -1,8 +1,8 @@
 """Exchanges of tokens that run beside compute, forward and backward, inside an ordinary autograd graph.
 
 A crossing has a graph of its own, made and run backward in the lane. Two nodes stand for it in the graph around:
-forward, the first starts the exchange and the second waits for it; backward, the second starts and the first waits.
-What the forward computes between the two runs beside the exchange, and so does its backward.
+forward, the second waits for the exchange; backward, the second starts it and the first waits. What the forward
+computes between the two runs beside the exchange, and so does its backward, because autograd runs later nodes first.
 """
 
 import threading
@@ -81,18 +81,30 @@ class Crossing:
         self._mailbox: list[Tensor | None] = []
         self._edges: list[GradientEdge | None] = []
         self._ticket: Ticket | None = None
+        self._inputs: Tensors = ()
+        self._mark: object = None
 
-    def start(self, inputs: Tensors) -> None:
+    def arrive(self, inputs: Tensors) -> None:
+        """Take what the exchange needs."""
+        self._inputs = tuple(one.detach() for one in inputs)  # its graph begins here
+        self._mark = self._lane.mark()
+        self._course.stop("arrived")
+
+    def start(self) -> None:
         """Begin the exchange."""
-        inputs = tuple(one.detach() for one in inputs)  # its graph begins here
-        self._start(partial(self._forward, inputs), inputs)
+        inputs, self._inputs = self._inputs, ()
+        self._ticket = self._lane.start(partial(self._forward, inputs), inputs, self._mark)
+        self._course.stop("started")
 
     def start_back(self, grads: tuple[Tensor | None, ...]) -> None:
         """Begin the way back of the gradients of the outputs."""
+        mark = self._lane.mark()
+        self._course.stop("arrived")
         pairs = zip(self._edges, grads, strict=True)
         given = [(edge, grad) for edge, grad in pairs if edge is not None and grad is not None]
         self._edges = []
-        self._start(partial(self._backward, given), tuple(grad for _, grad in given))
+        self._ticket = self._lane.start(partial(self._backward, given), tuple(grad for _, grad in given), mark)
+        self._course.stop("started")
 
     def finish(self) -> Tensors:
         """The outputs, after waiting for them."""
@@ -112,12 +124,6 @@ class Crossing:
         grads, self._mailbox = tuple(self._mailbox), []
         return grads
 
-    def _start(self, work: Callable[[], Tensors], inputs: Tensors) -> None:
-        mark = self._lane.mark()
-        self._course.stop("arrived")
-        self._ticket = self._lane.start(work, inputs, mark)
-        self._course.stop("started")
-
     def _forward(self, inputs: Tensors) -> Tensors:
         anchor = inputs[0].new_empty(0).requires_grad_()
         with torch.enable_grad():
@@ -135,7 +141,7 @@ class _Start(Function):
     @staticmethod
     def forward(ctx: Any, crossing: Crossing, *inputs: Tensor) -> Tensor:
         ctx.crossing = crossing
-        crossing.start(inputs)
+        crossing.arrive(inputs)
         return inputs[0].new_empty(0)
 
     @staticmethod
@@ -160,21 +166,29 @@ class _Finish(Function):
         return None, given.new_empty(0)
 
 
-class Started:
-    """A crossing under way."""
+def cross(
+    lane: Lane,
+    work: Callable[..., Tensors],
+    course: Course,
+    inputs: Tensors,
+    beside: Callable[[], None] | None = None,
+    *,
+    asks_host: bool = False,
+) -> Tensors:
+    """``work(*inputs)``, run in the lane with ``beside`` beside it, both ways.
 
-    def __init__(self, crossing: Crossing, token: Tensor) -> None:
-        self._crossing, self._token = crossing, token
-
-    def finish(self) -> Tensors:
-        """Wait for what the exchange brings."""
-        return cast("Tensors", _Finish.apply(self._crossing, self._token))
-
-
-def start_crossing(lane: Lane, work: Callable[..., Tensors], course: Course, *inputs: Tensor) -> Started:
-    """Begin ``work(*inputs)`` in the lane. Compute until :meth:`Started.finish` runs beside it."""
+    ``asks_host``: the work waits for sizes from the device. Where that holds up the host, what runs beside is issued
+    first, so that the device has work meanwhile.
+    """
     crossing = Crossing(lane, work, course)
-    return Started(crossing, _Start.apply(crossing, *inputs))
+    token = _Start.apply(crossing, *inputs)
+    comes_last = asks_host and lane.holds_up_host
+    if beside is not None and comes_last:
+        beside()
+    crossing.start()
+    if beside is not None and not comes_last:
+        beside()
+    return cast("Tensors", _Finish.apply(crossing, token))
 
 
 def tensors_in(holder: object) -> Iterator[Tensor]:

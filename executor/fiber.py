@@ -8,6 +8,10 @@ import torch
 from moeplan.executor.scopes import STOP_LABEL, TASK_LABEL, labelled
 
 
+class FiberAbandonedError(Exception):
+    """Unwinds a task that nobody will let go on."""
+
+
 class Fiber:
     """Runs tasks in a thread of its own, but only while :meth:`advance` waits for it: one runs at any time.
 
@@ -18,7 +22,7 @@ class Fiber:
         self.name, self._device = name, device
         self._task: Callable[[], None] | None = None
         self._error: BaseException | None = None
-        self._place = ""
+        self._place, self._is_abandoned = "", False
         self._go, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
         threading.Thread(target=self._serve, name=name, daemon=True).start()
 
@@ -37,12 +41,22 @@ class Fiber:
             raise error
         return self._place
 
+    def abandon(self) -> None:
+        """End the task where it stands, if there is one: after the failure of another that it would wait for."""
+        if self._task is not None:
+            self._is_abandoned = True
+            self._go.release()
+            self._stopped.acquire()
+            self._error, self._is_abandoned = None, False
+
     def stop(self, place: str) -> None:
         """Called by what the task runs, in whatever thread: wait until the task is to go on."""
         self._place = place
         with labelled(STOP_LABEL):
             self._stopped.release()
             self._go.acquire()
+        if self._is_abandoned:
+            raise FiberAbandonedError
 
     def _serve(self) -> None:
         if self._device.type == "cuda":
@@ -51,8 +65,9 @@ class Fiber:
             self._go.acquire()
             assert self._task is not None
             try:
-                with labelled(TASK_LABEL):
-                    self._task()
+                if not self._is_abandoned:
+                    with labelled(TASK_LABEL):
+                        self._task()
             except BaseException as error:  # noqa: BLE001 - raised by advance
                 self._error = error
             self._task, self._place = None, ""

@@ -25,6 +25,7 @@ class _Side:
         self._fiber, self._course, self.is_open = fiber, Course(), False
 
     def begin(self, task: Task, course: Course) -> None:
+        """Take a task and the course that its exchanges are on."""
         self._course, self.is_open = course, True
         course.fiber = self._fiber
         self._fiber.begin(task)
@@ -32,7 +33,15 @@ class _Side:
     def advance(self) -> None:
         """On to the next stop, where there is one."""
         if self.is_open and not self._fiber.advance():
-            self.is_open, self._course.fiber = False, None
+            self._close()
+
+    def abandon(self) -> None:
+        """End where it stands."""
+        self._fiber.abandon()
+        self._close()
+
+    def _close(self) -> None:
+        self.is_open, self._course.fiber = False, None
 
 
 class PairRunner:
@@ -49,16 +58,25 @@ class PairRunner:
         f, b = self._sides["f"], self._sides["b"]
         f.begin(*forward)
         b.begin(*backward)
-        with delaying(self._queue):
-            b.advance()
-            while f.is_open and b.is_open:
-                for step in LAYER_PAIR:
-                    self._run_step(step)
-            while f.is_open or b.is_open:
-                f.advance()
-                b.advance()
-                self._make_weight_grads()
+        try:
+            with delaying(self._queue):
+                self._run_layers(f, b)
+        except BaseException:
+            f.abandon()
+            b.abandon()
+            raise
         self._make_weight_grads()
+
+    def _run_layers(self, f: _Side, b: _Side) -> None:
+        """Layer by layer; where one side has more of them, its rest alone."""
+        b.advance()
+        while f.is_open and b.is_open:
+            for step in LAYER_PAIR:
+                self._run_step(step)
+        while f.is_open or b.is_open:
+            f.advance()
+            b.advance()
+            self._make_weight_grads()
 
     def _run_step(self, step: PairStep) -> None:
         """The exchange first, unless its start holds up the host: the device should then have work already."""

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from moeplan.executor.crossing import Course, active_course, start_crossing, tensors_in
+from moeplan.executor.crossing import Course, active_course, cross, tensors_in
 from moeplan.executor.exchange import Arrived, Dispatcher, Exchange, combine, dispatch
 from moeplan.executor.lane import Tensors, exchange_lane
 from moeplan.kernels.router import Routing
@@ -43,16 +43,11 @@ def _cross(  # noqa: PLR0917 - what it runs, on what, and beside what
         return exchange.send(packed)
 
     lane.share([routing.expert_index_TK])
-    started = start_crossing(lane, send, course, x_LH, probs_LK)
-    if beside is not None:
-        beside.dispatch()
-    sent = started.finish()
+    beside_dispatch, beside_combine = beside or (None, None)
+    sent = cross(lane, send, course, (x_LH, probs_LK), beside_dispatch, asks_host=True)
     (exchange,) = found
     lane.share(tensors_in(exchange))
     arrived = exchange.arrange(sent)
     ready = exchange.collect(experts(arrived), arrived.probs)
-    started = start_crossing(lane, lambda rows: (exchange.send_back(rows),), course, ready)
-    if beside is not None:
-        beside.combine()
-    (back,) = started.finish()
+    (back,) = cross(lane, lambda rows: (exchange.send_back(rows),), course, (ready,), beside_combine)
     return exchange.unpack(back, probs_LK)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeplan.executor.crossing import Course, start_crossing, tensors_in
+from moeplan.executor.crossing import Course, cross, tensors_in
 from moeplan.executor.lane import ThreadLane
 from moeplan.kernels.row_map import row_map
 
@@ -29,7 +29,7 @@ def test_values_and_gradients_are_those_of_the_work() -> None:
     first, second, _ = work(expected_x.sin(), expected_y)
     (first.sum() + (second * expected_y).sum()).backward()
     x, y = inputs()
-    first, second, third = start_crossing(ThreadLane(), work, Course(), x.sin(), y).finish()
+    first, second, third = cross(ThreadLane(), work, Course(), (x.sin(), y))
     assert third.tolist() == [0, 1, 2]
     (first.sum() + (second * y).sum()).backward()
     torch.testing.assert_close((x.grad, y.grad), (expected_x.grad, expected_y.grad), rtol=0, atol=1e-14)
@@ -37,14 +37,14 @@ def test_values_and_gradients_are_those_of_the_work() -> None:
 
 def test_an_output_that_nothing_uses_and_an_input_without_gradient() -> None:
     x, y = inputs()
-    first, *_ = start_crossing(ThreadLane(), work, Course(), x, y.detach()).finish()
+    first, *_ = cross(ThreadLane(), work, Course(), (x, y.detach()))
     first.sum().backward()
     torch.testing.assert_close(x.grad, x.detach().exp() * y.detach())
     assert y.grad is None
 
 
 def test_what_is_computed_between_start_and_finish_runs_beside_both_ways() -> None:
-    lane, log = ThreadLane(), list[str]()
+    lane, log, made = ThreadLane(), list[str](), list[Tensor]()
     go = threading.Event()
 
     class Logged(torch.autograd.Function):
@@ -69,10 +69,14 @@ def test_what_is_computed_between_start_and_finish_runs_beside_both_ways() -> No
             return x.clone()
 
     x, y = inputs()
-    started = start_crossing(lane, lambda x: (Logged.apply(x, "exchange", True),), Course(), x * 2)
-    beside = Logged.apply(y, "compute", False)
-    (there,) = started.finish()
-    (there * beside).sum().backward()
+    (there,) = cross(
+        lane,
+        lambda x: (Logged.apply(x, "exchange", True),),
+        Course(),
+        (x * 2,),
+        lambda: made.append(Logged.apply(y, "compute", False)),
+    )
+    (there * made[0]).sum().backward()
     assert set(log[:2]) == {"exchange forward", "compute forward"}
     assert set(log[2:]) == {"exchange backward", "compute backward"}
     torch.testing.assert_close((x.grad, y.grad), (2 * y.detach(), 2 * x.detach()))
@@ -82,7 +86,7 @@ def test_nothing_of_the_inputs_is_kept_for_backward() -> None:
     x, _ = inputs()
     copy = x * 2
     kept = weakref.ref(copy)
-    (out,) = start_crossing(ThreadLane(), lambda x: (x * 3,), Course(), copy).finish()
+    (out,) = cross(ThreadLane(), lambda x: (x * 3,), Course(), (copy,))
     storage = copy.untyped_storage().data_ptr()
     del copy
     assert kept() is None
@@ -97,9 +101,28 @@ def test_an_error_in_the_lane_is_raised_where_it_is_waited_for() -> None:
     def fail(x: Tensor) -> tuple[Tensor, ...]:
         raise ZeroDivisionError
 
-    started = start_crossing(ThreadLane(), fail, Course(), x)
     with pytest.raises(ZeroDivisionError):
-        started.finish()
+        cross(ThreadLane(), fail, Course(), (x,))
+
+
+def test_where_the_host_would_wait_compute_is_issued_before_the_exchange() -> None:
+    class Held(ThreadLane):
+        holds_up_host = True
+
+    order = list[str]()
+
+    def exchange(x: Tensor) -> tuple[Tensor, ...]:
+        order.append("exchange")
+        return (x * 3,)
+
+    for lane, asks, expected in ((Held(), True, "compute"), (Held(), False, None), (ThreadLane(), True, None)):
+        x, _ = inputs()
+        (out,) = cross(lane, exchange, Course(), (x,), lambda: order.append("compute"), asks_host=asks)
+        out.sum().backward()
+        assert expected is None or order[0] == expected
+        assert sorted(order) == ["compute", "exchange"]
+        torch.testing.assert_close(x.grad, torch.full_like(x, 3))
+        order.clear()
 
 
 def test_tensors_inside_dataclasses_are_found() -> None:

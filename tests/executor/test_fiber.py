@@ -55,3 +55,25 @@ def test_an_error_is_raised_where_the_fiber_is_advanced_and_it_can_go_on() -> No
         fiber.advance()
     fiber.begin(lambda: None)
     assert fiber.advance() == ""
+
+
+def test_an_abandoned_task_unwinds_and_one_not_begun_never_runs() -> None:
+    fiber, log = Fiber("abandoned", CPU), list[str]()
+
+    def task() -> None:
+        try:
+            fiber.stop("middle")
+            log.append("went on")
+        finally:
+            log.append("unwound")
+
+    fiber.begin(task)
+    assert fiber.advance() == "middle"
+    fiber.abandon()
+    fiber.begin(task)
+    fiber.abandon()
+    fiber.abandon()
+    assert log == ["unwound"]
+    fiber.begin(lambda: log.append("next"))
+    assert fiber.advance() == ""
+    assert log == ["unwound", "next"]

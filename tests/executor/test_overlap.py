@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from moeplan.executor.crossing import Crossing
 from moeplan.executor.fiber import Fiber
 from moeplan.executor.lane import Tensors, ThreadLane, Ticket, exchange_lane
 from moeplan.executor.lane import Work as LaneWork
@@ -224,6 +225,33 @@ def test_each_exchange_of_a_pair_is_waited_for_after_the_other_side_computed(poo
             for exchange in exchanges
             for compute in computed
         )
+
+
+def failing_steps(rank: int, plan: Plan) -> tuple[list[str], float]:
+    """Which errors end steps whose forward, or backward, fails in its second exchange beside the other; a loss then."""
+    found = []
+    for side, method in (("forward", "arrive"), ("backward", "start_back")):
+        trainer, original, count = build_trainer(rank, plan, RUN), getattr(Crossing, method), iter(range(1000))
+
+        def fail(*arguments: Any, side: str = side, original: Any = original, count: Any = count) -> Any:
+            if threading.current_thread().name == side and next(count) == 1:
+                raise ZeroDivisionError(side)
+            return original(*arguments)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Crossing, method, fail)
+            try:
+                trainer.step(0)
+            except ZeroDivisionError as error:
+                found.append(str(error))
+    return found, build_trainer(rank, plan, RUN).step(0).loss
+
+
+def test_an_error_on_one_side_ends_the_step_and_another_can_begin(pools: Pools) -> None:
+    plan = tiny_plan(WINDOWED, 2, ep=2, ep_overlap=True)
+    for found, loss in pools[2].run(failing_steps, plan):
+        assert found == ["forward", "backward"]
+        assert loss == pytest.approx(alone("windowed").losses[0], abs=1e-9)
 
 
 def test_pairs_of_a_pipeline_hide_their_exchanges(pools: Pools) -> None:
