@@ -65,6 +65,8 @@ REST: dict[str, tuple[int, str, dict[str, Any]]] = {
         {"tp": 2, "etp": 2, "ep": 2, "dispatcher": "flex", "flex_backend": "torch", "ep_overlap": True},
     ),
     "ep4 of dp4, states replicated": (4, "gqa", {"ep": 4, "sharding": "none", "ep_overlap": True, "delay_wgrad": True}),
+    "ep2 of dp4, fully sharded": (4, "gqa", {"ep": 2, "sharding": "full", "ep_overlap": True}),
+    "shared beside exchanges, fully sharded": (4, "gqa", {"ep": 2, "sharding": "full", "shared_expert_overlap": True}),
     "pp2 vp3, ep2": (4, "gqa", {"pp": 2, "vp": 3, "ep": 2, "layout": "E|tt|t|t|m|L", "ep_overlap": True}),
     "pp2 vp2 long groups, ep2": (
         4,
