@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from moeplan.hwprofiles.schema import HardwareProfile
 from moeplan.simulator.backward_ops import predecessors
 from moeplan.simulator.costs import cost
-from moeplan.simulator.host import host_seconds
+from moeplan.simulator.host import host_seconds, issued_seconds
 from moeplan.simulator.op import Cost, Op, OpRun
 from moeplan.simulator.stack_time import StackTime
 from moeplan.vocabulary import OP_FAMILIES, CudaGraphScope, OpFamily
@@ -78,7 +78,7 @@ def phase_time(
     seconds, the host's included, add up to the phase.
     """
     waits = predecessors(ops)
-    runs = _scheduled(ops, _costs(ops, profile), waits)
+    runs = _scheduled(ops, _costs(ops, profile, issued_seconds(ops, profile, stack, cuda_graph)), waits)
     ordered = tuple(sorted(runs, key=lambda run: (run.start_s, run.end_s)))
     device_s = max((run.end_s for run in ordered), default=0.0)
     total, exposed = np.zeros(len(OP_FAMILIES)), np.zeros(len(OP_FAMILIES))
@@ -92,11 +92,12 @@ def phase_time(
     return PhaseTime(device_s + waiting_s, issued_s, total, exposed, ordered)
 
 
-def _costs(ops: Sequence[Op], profile: HardwareProfile) -> list[Cost]:
+def _costs(ops: Sequence[Op], profile: HardwareProfile, issued_s: float) -> list[Cost]:
     """Costs of ops beside each other: GEMMs slow down to the sustained rate as they fill the time.
 
     The power limit governs an average: a phase that computes half of the time runs its GEMMs nearer to the burst
-    rate, with s the sustained fraction and d the part of GEMMs at (1 - (1 - s) min(1, d / FULL_POWER_DUTY)).
+    rate, with s the sustained fraction and d the part of GEMMs at (1 - (1 - s) min(1, d / FULL_POWER_DUTY)). A phase
+    lasts at least as long as the host takes to issue it, ``issued_s``.
     """
     costs = [cost(op, profile) for op in ops]
     computing = [
@@ -107,7 +108,7 @@ def _costs(ops: Sequence[Op], profile: HardwareProfile) -> list[Cost]:
     if not gemm_s:
         return costs
     sustained = profile.sustained_frac.value
-    reached = 1 - (1 - sustained) * min(1.0, gemm_s / busy_s / FULL_POWER_DUTY)
+    reached = 1 - (1 - sustained) * min(1.0, gemm_s / max(busy_s, issued_s) / FULL_POWER_DUTY)
     return [
         Cost(one.seconds * sustained / reached, one.bound, one.source, one.error_frac, one.note) if is_gemm else one
         for one, is_gemm in zip(costs, computing, strict=True)

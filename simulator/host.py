@@ -5,10 +5,10 @@ the counts of tokens before it can go on (report section 2.2), so from one dispa
 device: that is the layer's period. Without such a stop the host runs ahead, and only its whole work counts.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from moeplan.hwprofiles.schema import HardwareProfile
-from moeplan.simulator.op import GraphScope, OpRun
+from moeplan.simulator.op import GraphScope, Op, OpRun
 from moeplan.simulator.stack_time import StackTime
 from moeplan.vocabulary import CudaGraphScope
 
@@ -24,6 +24,23 @@ GRAPHED: dict[CudaGraphScope, tuple[GraphScope, ...]] = {
 }
 
 
+def issued_seconds(
+    ops: Iterable[Op], profile: HardwareProfile, stack: StackTime, cuda_graph: Sequence[CudaGraphScope]
+) -> float:
+    """Host time to issue the kernels of ``ops``, those of graphs aside."""
+    if "full_iteration" in cuda_graph:
+        return 0.0
+    graphed = _graphed(cuda_graph)
+    launches = 0.0
+    for op in ops:
+        launches += op.num_kernels * (op.scope not in graphed) + stack.stop_launches.value * op.stops_host
+    return launches * stack.launches_per_op.value * profile.launch_s.value
+
+
+def _graphed(cuda_graph: Sequence[CudaGraphScope]) -> frozenset[GraphScope]:
+    return frozenset(scope for name in cuda_graph for scope in GRAPHED[name])
+
+
 def host_seconds(
     runs: Sequence[OpRun],
     waits: Mapping[str, tuple[str, ...]],
@@ -37,12 +54,11 @@ def host_seconds(
     """
     if "full_iteration" in cuda_graph:
         return 0.0, 0.0
-    graphed = frozenset(scope for name in cuda_graph for scope in GRAPHED[name])
+    graphed = _graphed(cuda_graph)
     launch_s = stack.launches_per_op.value * profile.launch_s.value
-    num_stops = sum(run.op.stops_host for run in runs)
-    num_kernels = sum(run.op.num_kernels for run in runs if run.op.scope not in graphed)
     stopped_s = stack.stop_launches.value * launch_s
-    issued_s = num_kernels * launch_s + num_stops * stopped_s
+    num_kernels = sum(run.op.num_kernels for run in runs if run.op.scope not in graphed)
+    issued_s = issued_seconds((run.op for run in runs), profile, stack, cuda_graph)
     if profile.device == "cpu":
         return issued_s, issued_s
     device_s = max((run.end_s for run in runs), default=0.0)
