@@ -1,8 +1,6 @@
 """Expert-parallel overlap: a forward and an older backward run together, so that exchanges hide behind compute.
 
-The five steps of one layer pair (report section 2.5), exchange beside compute, f forward and b backward:
-1 combine of b | f before the dispatch; 2 dispatch of f | data gradients of b's experts; 3 dispatch of b | weight
-gradients of b's experts, then f's experts; 4 combine of f | data gradients of b before the dispatch; 5 - | the rest.
+The steps of one layer pair are those of LAYER_PAIR (report section 2.5), which the executor follows as well.
 """
 
 from collections.abc import Iterable, Sequence
@@ -11,9 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from moeplan.hwprofiles.schema import HardwareProfile
+from moeplan.layer_pair import LAYER_PAIR, Work
 from moeplan.simulator.costs import dispatch_rate
 from moeplan.simulator.graph import FAMILY_INDEX, Array, PhaseTime
-from moeplan.simulator.op import OpRun, Phase, Segment
+from moeplan.simulator.op import OpRun, Phase
 from moeplan.vocabulary import OP_FAMILIES
 
 DISPATCH, HOST = FAMILY_INDEX["dispatch"], FAMILY_INDEX["host"]
@@ -55,26 +54,32 @@ def hidden_by_family(forward: PhaseTime, backward: PhaseTime, slowed_frac: float
 
 
 def _steps(forward: PhaseTime, backward: PhaseTime, *, delay_wgrad: bool) -> Iterable[tuple[float, Sequence[OpRun]]]:
-    """Of steps 1 to 4: seconds of the exchange, and the compute beside it."""
-
-    def compute(phase: PhaseTime, segment: Segment, kind: Phase) -> list[OpRun]:
-        return [
+    """Of steps 1 to 4 of LAYER_PAIR: seconds of the exchange, and the compute beside it."""
+    phases = {"f": forward, "b": backward}
+    for step in LAYER_PAIR:
+        if step.exchange is None:
+            continue
+        sent_s = sum(
+            run.cost.seconds
+            for run in phases[step.exchange.layer].runs
+            if run.op.stream == "dispatch" and run.op.segment == step.exchange.segment
+        )
+        beside = [
             run
-            for run in phase.runs
-            if run.op.stream == "compute" and run.op.segment == segment and run.op.phase == kind
+            for work in step.compute
+            for run in phases[work.layer].runs
+            if run.op.stream == "compute"
+            and run.op.segment == work.segment
+            and run.op.phase in _kinds(work, delay_wgrad)
         ]
+        yield sent_s, beside
 
-    def exchange(phase: PhaseTime, segment: Segment) -> float:
-        return sum(run.cost.seconds for run in phase.runs if run.op.stream == "dispatch" and run.op.segment == segment)
 
-    weights = compute(backward, "expert", "wgrad")
-    early, late = ([], weights) if delay_wgrad else (weights, [])
-    return (
-        (exchange(backward, "combine"), compute(forward, "before", "fwd")),
-        (exchange(forward, "dispatch"), [*early, *compute(backward, "expert", "dgrad")]),
-        (exchange(backward, "dispatch"), [*late, *compute(forward, "expert", "fwd")]),
-        (exchange(forward, "combine"), compute(backward, "before", "dgrad")),
-    )
+def _kinds(work: Work, delay_wgrad: bool) -> tuple[Phase, ...]:  # noqa: FBT001 - a plan's own flag
+    """Phases of the ops of one work; weight gradients that are not delayed run with the experts' data gradients."""
+    if delay_wgrad or work.segment != "expert" or work.phase == "fwd":
+        return (work.phase,)
+    return ("wgrad", "dgrad") if work.phase == "dgrad" else ()
 
 
 def paired_saving(forward: PhaseTime, backward: PhaseTime, slowed_frac: float, *, delay_wgrad: bool) -> PairSaving:
