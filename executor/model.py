@@ -16,7 +16,7 @@ from moeplan.executor.decoder_layer import DecoderLayer
 from moeplan.executor.dtypes import plan_dtypes
 from moeplan.executor.linear import embed, vocabulary_range
 from moeplan.executor.loss import head_loss
-from moeplan.executor.mesh import Mesh
+from moeplan.executor.mesh import Group, Mesh
 from moeplan.executor.micro_batch import NO_TARGET, MicroBatch, cut_micro_batch, loss_weights
 from moeplan.executor.mtp import MtpLayer
 from moeplan.executor.offload import Offloader, offloading
@@ -37,6 +37,30 @@ def embedding_holders(plan: Plan) -> tuple[int, ...]:
 
 def _embeds(plan: Plan, stage: Stage) -> bool:
     return stage.has_embedding or stage.num_mtp > 0 or (stage.has_loss and plan.model.tied_embeddings)
+
+
+class Embedding(nn.Module):
+    """Looks tokens up in this rank's rows of the embedding, from token id ``first_token`` on."""
+
+    def __init__(self, weight: nn.Parameter, first_token: int, group: Group) -> None:
+        super().__init__()
+        self.weight, self.first_token, self.group = weight, first_token, group
+
+    def forward(self, tokens_T: Tensor) -> Tensor:
+        """x_LH of this rank's tokens."""
+        return embed(tokens_T, self.weight, self.first_token, self.group)
+
+
+class HeadLoss(nn.Module):
+    """Cross entropy by this rank's rows of the head, from token id ``first_token`` on."""
+
+    def __init__(self, weight: nn.Parameter, first_token: int, group: Group) -> None:
+        super().__init__()
+        self.weight, self.first_token, self.group = weight, first_token, group
+
+    def forward(self, x_LH: Tensor, targets_T: Tensor) -> Tensor:
+        """loss_T of the group's tokens."""
+        return head_loss(x_LH, self.weight, targets_T, self.first_token, self.group)
 
 
 class ModelStage(nn.Module):
@@ -60,8 +84,9 @@ class ModelStage(nn.Module):
         model, stages = plan.model, plan.pipeline.stages
         self.stage, self.mesh, self.eps = stages[index], mesh, model.norm_eps
         self.recompute_layers = "full" in plan.recompute
-        self.first_token = vocabulary_range(model.vocab_size, mesh.tp)[0]
-        self.embedding, self.head = embedding, head
+        first_token = vocabulary_range(model.vocab_size, mesh.tp)[0]
+        self.embed = None if embedding is None else Embedding(embedding, first_token, mesh.tp)
+        self.head_loss = HeadLoss(head, first_token, mesh.tp) if head is not None and self.stage.has_loss else None
         self.offloader: Offloader | None = None
         self.first_layer = sum(one.num_layers + one.num_mtp for one in stages[index % plan.pp : index : plan.pp])
         self.layers = nn.ModuleList(DecoderLayer(plan, layer, mesh, table) for layer in self.stage.layers)
@@ -109,12 +134,13 @@ class ModelStage(nn.Module):
             return checkpointed(layer, x_LH)
 
     def _embed(self, tokens_T: Tensor) -> Tensor:
-        assert self.embedding is not None
-        return embed(tokens_T, self.embedding, self.first_token, self.mesh.tp)
+        assert self.embed is not None
+        x_LH: Tensor = self.embed(tokens_T)
+        return x_LH
 
     def _loss(self, x_LH: Tensor, targets_T: Tensor, depth: int) -> Tensor:
-        assert self.head is not None
-        loss_T = head_loss(x_LH, self.head, targets_T, self.first_token, self.mesh.tp)
+        assert self.head_loss is not None
+        loss_T = self.head_loss(x_LH, targets_T)
         with scope("loss"):
             return loss_T.sum() if depth == 0 else (loss_T * (targets_T != NO_TARGET)).sum()
 
@@ -166,9 +192,10 @@ class Transformer(nn.Module):
         """Logits [T, vocabulary] of the token after each, where one rank holds the whole model."""
         (whole,) = self.stages
         assert isinstance(whole, ModelStage)
-        assert whole.head is not None
+        assert whole.head_loss is not None
         hidden = whole.hidden_states(cut_micro_batch(tokens_T, tokens_T, self.plan, self.mesh.cp), None)
-        return hidden[0] @ whole.head.t()
+        logits_TV: Tensor = hidden[0] @ whole.head_loss.weight.t()
+        return logits_TV
 
     @property
     def layers(self) -> list[DecoderLayer]:

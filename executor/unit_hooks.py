@@ -35,7 +35,9 @@ class _AtBackward(Function):
 
 
 def _marked(act: Callable[[], None], tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return cast("tuple[Tensor, ...]", _AtBackward.apply(act, *tensors))
+    """The tensors, those with gradients marked."""
+    marked = iter(_AtBackward.apply(act, *(tensor for tensor in tensors if tensor.requires_grad)))
+    return tuple(next(marked) if tensor.requires_grad else tensor for tensor in tensors)
 
 
 def _is_backward() -> bool:
@@ -43,11 +45,13 @@ def _is_backward() -> bool:
 
 
 class StepEndHooks:
-    """Weights gathered after the last step arrive, and gradients leave with the last micro-batch's backward."""
+    """Weights gathered after the last step arrive, and gradients leave with the last backward of a step.
 
-    def __init__(self, buffers: Sequence[FlatBuffer], num_micro_batches: int, *, reduces_early: bool) -> None:
-        self.buffers, self.num_micro_batches = buffers, num_micro_batches
-        self.reduces_early, self.num_done = reduces_early, 0
+    ``num_backwards``: of the module in a step, after which its gradients are whole; 0: they wait for the step's end.
+    """
+
+    def __init__(self, buffers: Sequence[FlatBuffer], num_backwards: int = 0) -> None:
+        self.buffers, self.num_backwards, self.num_done = buffers, num_backwards, 0
 
     def attach(self, module: nn.Module) -> None:
         """Act around every call of ``module``, whose parameters the buffers hold."""
@@ -56,11 +60,11 @@ class StepEndHooks:
     def _before(self, _module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
         for buffer in self.buffers:
             buffer.finish_gather()
-        return _marked(self._done, inputs) if self.reduces_early and torch.is_grad_enabled() else None
+        return _marked(self._done, inputs) if self.num_backwards and torch.is_grad_enabled() else None
 
     def _done(self) -> None:
         self.num_done += 1
-        if self.num_done == self.num_micro_batches:
+        if self.num_done == self.num_backwards:
             self.num_done = 0
             for buffer in self.buffers:
                 buffer.start_reduce()
@@ -104,7 +108,7 @@ class FullShardingHooks:
         self.buffers, self.queue, self.before, self.after = buffers, queue, before, after
 
     def attach(self, module: nn.Module) -> None:
-        """Act around every call of ``module``, a layer."""
+        """Act around every call of ``module``, a layer or the head."""
         module.register_forward_pre_hook(self._before)
         module.register_forward_hook(self._after)
 
@@ -145,19 +149,19 @@ class FullShardingHooks:
         self.queue.start(self.buffers)
 
 
-class StageHooks:
-    """As :class:`FullShardingHooks`, for the embedding, head and norm of a stage, whose forward may have no input.
+class AtEndHooks:
+    """As :class:`FullShardingHooks`, for what forward may use without an input that has a gradient.
 
-    They are whole while the stage runs; their gradients leave when its backward ends.
+    Gradients leave when the backward of the micro-batch ends. ``in_backward``: it needs the weights as well.
     """
 
-    def __init__(self, buffers: Sequence[ShardedBuffer], queue: ReductionQueue) -> None:
-        self.buffers, self.queue = buffers, queue
+    def __init__(self, buffers: Sequence[ShardedBuffer], queue: ReductionQueue, *, in_backward: bool) -> None:
+        self.buffers, self.queue, self.in_backward = buffers, queue, in_backward
 
-    def attach(self, stage: nn.Module) -> None:
-        """Act around every call of ``stage``."""
-        stage.register_forward_pre_hook(self._before)
-        stage.register_forward_hook(self._after)
+    def attach(self, module: nn.Module) -> None:
+        """Act around every call of ``module``."""
+        module.register_forward_pre_hook(self._before)
+        module.register_forward_hook(self._after)
 
     def _before(self, _module: nn.Module, _inputs: tuple[Any, ...]) -> None:
         for buffer in self.buffers:
@@ -170,44 +174,64 @@ class StageHooks:
 
     def _begin_backward(self) -> None:
         for buffer in self.buffers:
-            buffer.gather()
+            if self.in_backward:
+                buffer.gather()
             buffer.open_grads()
         torch.autograd.Variable._execution_engine.queue_callback(self._done)  # noqa: SLF001 - as torch's own FSDP
 
     def _done(self) -> None:
-        for buffer in self.buffers:
-            buffer.release()
+        if self.in_backward:
+            for buffer in self.buffers:
+                buffer.release()
         self.queue.start(self.buffers)
 
 
-def attach_hooks(model: Transformer, buffers: Sequence[tuple[Unit, FlatBuffer]], plan: Plan) -> None:
-    """Let every layer and stage act on the buffers of the units that it uses."""
+def attach_hooks(model: Transformer, units: Sequence[tuple[Unit, FlatBuffer]], plan: Plan) -> None:
+    """Let every layer, embedding, head and last norm act on the buffers of the units that it uses."""
     used: dict[int, list[FlatBuffer]] = defaultdict(list)
-    for unit, buffer in buffers:
+    shared: set[int] = set()
+    for unit, buffer in units:
         for module in unit.modules:
             used[id(module)].append(buffer)
-    # Delayed weight gradients are not there yet when backward leaves their layer.
-    reduces_early = plan.overlap_grad_reduce and not plan.delay_wgrad
+            if len(unit.modules) > 1:
+                shared.add(id(module))
     queue = ReductionQueue(is_beside=plan.overlap_grad_reduce)
-    for stage in model.stages:
-        layers = stage_layers(cast("ModelStage", stage))
+    for stage in map(_as_stage, model.stages):
         if plan.sharding == "full":
-            _attach_full(stage, layers, used, queue, prefetches=plan.overlap_param_gather)
-            continue
-        StepEndHooks(used[id(stage)], plan.num_micro_batches, reduces_early=False).attach(stage)
-        for layer in layers:
-            StepEndHooks(used[id(layer)], plan.num_micro_batches, reduces_early=reduces_early).attach(layer)
+            _attach_full(stage, used, queue, prefetches=plan.overlap_param_gather)
+        else:
+            _attach_step_end(stage, used, shared, plan)
+
+
+def _attach_step_end(stage: ModelStage, used: Mapping[int, list[FlatBuffer]], shared: set[int], plan: Plan) -> None:
+    # Delayed weight gradients are not there yet when backward leaves their layer.
+    num = plan.num_micro_batches if plan.overlap_grad_reduce and not plan.delay_wgrad else 0
+    num_backwards = [(layer, num) for layer in stage_layers(stage)]
+    if stage.head_loss is not None:
+        num_depths = 1 + plan.model.num_mtp_layers
+        num_backwards.append((stage.head_loss, 0 if id(stage.head_loss) in shared else num * num_depths))
+    for module, number in num_backwards:
+        StepEndHooks(used[id(module)], number).attach(module)
+    for early in (stage, stage.embed):  # in backward, no input's gradient says that they are done
+        if early is not None:
+            StepEndHooks(used[id(early)]).attach(early)
 
 
 def _attach_full(
-    stage: nn.Module, layers: Sequence[nn.Module], used: Mapping[int, list[FlatBuffer]], queue: ReductionQueue, *,
-    prefetches: bool,
-) -> None:  # fmt: skip
-    StageHooks(_sharded(used[id(stage)]), queue).attach(stage)
-    sharded = [_sharded(used[id(layer)]) for layer in layers]
-    around = [[], *sharded, []] if prefetches else [[]] * (len(layers) + 2)
-    for index, layer in enumerate(layers):
-        FullShardingHooks(sharded[index], queue, around[index], around[index + 2]).attach(layer)
+    stage: ModelStage, used: Mapping[int, list[FlatBuffer]], queue: ReductionQueue, *, prefetches: bool
+) -> None:
+    AtEndHooks(_sharded(used[id(stage)]), queue, in_backward=True).attach(stage)
+    if stage.embed is not None:
+        AtEndHooks(_sharded(used[id(stage.embed)]), queue, in_backward=False).attach(stage.embed)
+    modules = stage_layers(stage) + ([] if stage.head_loss is None else [stage.head_loss])
+    sharded = [_sharded(used[id(module)]) for module in modules]
+    around = [[], *sharded, []] if prefetches else [[]] * (len(modules) + 2)
+    for index, module in enumerate(modules):
+        FullShardingHooks(sharded[index], queue, around[index], around[index + 2]).attach(module)
+
+
+def _as_stage(module: nn.Module) -> ModelStage:
+    return cast("ModelStage", module)
 
 
 def _sharded(buffers: Sequence[FlatBuffer]) -> list[ShardedBuffer]:

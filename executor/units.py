@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import cast
 
 from torch import nn
 
@@ -11,7 +12,7 @@ from moeplan.executor.parameters import Entry
 
 @dataclass(frozen=True)
 class Unit:
-    """Parameters of one class and the modules that use them: a layer, or the stages with embedding, head or norm."""
+    """Parameters of one class and the modules that use them: a layer, or embedding, head or stage of each stage."""
 
     modules: tuple[nn.Module, ...]
     entries: tuple[Entry, ...]
@@ -28,17 +29,18 @@ def class_units(model: Transformer) -> list[Unit]:
 
 
 def layer_units(model: Transformer) -> list[Unit]:
-    """One unit for each layer and class, in the order in which forward uses them."""
+    """One unit for each layer and class, and for each of embedding, head and last norm, in the order of forward."""
+    entries = {id(entry.parameter): entry for entry in model.table.entries}
     users: dict[int, list[nn.Module]] = {}
     for stage in model.stages:
-        for module in _users(stage):
+        for module in _users(cast("ModelStage", stage)):
             for parameter in _own_parameters(module):
                 users.setdefault(id(parameter), []).append(module)
-    grouped: dict[tuple[tuple[int, ...], bool, bool], list[Entry]] = {}
-    for entry in model.table.entries:
-        modules = tuple(id(module) for module in users[id(entry.parameter)])
-        grouped.setdefault((modules, entry.is_expert, entry.is_shared), []).append(entry)
-    return [Unit(tuple(users[id(entries[0].parameter)]), tuple(entries)) for entries in grouped.values()]
+    grouped: dict[tuple[tuple[int, ...], bool], list[Entry]] = {}
+    for key, modules in users.items():
+        entry = entries[key]
+        grouped.setdefault((tuple(map(id, modules)), entry.is_expert), []).append(entry)
+    return [Unit(tuple(users[id(found[0].parameter)]), tuple(found)) for found in grouped.values()]
 
 
 def stage_layers(stage: ModelStage) -> list[nn.Module]:
@@ -46,16 +48,17 @@ def stage_layers(stage: ModelStage) -> list[nn.Module]:
     return [*stage.layers, *stage.mtp]
 
 
-def _users(stage: nn.Module) -> Iterator[nn.Module]:
-    assert isinstance(stage, ModelStage)
+def _users(stage: ModelStage) -> Iterator[nn.Module]:
+    """Modules between which a stage's parameters are divided, in the order of its forward."""
+    if stage.embed is not None:
+        yield stage.embed
+    yield from stage.layers
     yield stage
-    yield from stage_layers(stage)
+    yield from stage.mtp
+    if stage.head_loss is not None:
+        yield stage.head_loss
 
 
 def _own_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """Of a layer all, of a stage those of none of its layers."""
-    found = list(module.parameters())
-    if not isinstance(module, ModelStage):
-        return found
-    in_layers = {id(parameter) for layer in stage_layers(module) for parameter in layer.parameters()}
-    return [parameter for parameter in found if id(parameter) not in in_layers]
+    """Of a stage those that it uses itself, else all."""
+    return list(module.parameters(recurse=not isinstance(module, ModelStage)))

@@ -5,11 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from moeplan.executor.fsdp import ShardedBuffer
 from moeplan.executor.mesh import build_mesh
-from moeplan.executor.model import Transformer
+from moeplan.executor.model import Embedding, HeadLoss, Transformer
 from moeplan.executor.train import Trainer
 from moeplan.executor.units import class_units, layer_units
 from moeplan.hwprofiles.load import load_profile
@@ -71,51 +70,58 @@ def test_bytes_of_a_rank_are_the_simulators(pool: GlooPool, model: str, changes:
         assert storage_bytes == sum(found.values())
 
 
-def most_whole(rank: int, changes: dict[str, Any]) -> tuple[int, int, int, int]:
-    """Layers whole at once, most and at the end, and layers with whole gradients at once, most and at the end."""
+def most_whole(rank: int, changes: dict[str, Any]) -> dict[str, tuple[int, int]]:
+    """Layers and matrices of the vocabulary with whole weights, or gradients, at once: most, and at the end."""
     trainer = build_trainer(rank, plan_of("gqa", changes), RUN)
-    layers = {id(layer) for layer in trainer.model.layers}
-    buffers = [
-        one.buffer
-        for one in trainer.optimizer.classes
-        if isinstance(one.buffer, ShardedBuffer) and id(one.unit.modules[0]) in layers and not one.unit.is_expert
-    ]
-    seen = [(0, 0)]
+    layers = {
+        id(layer) for layer in (*trainer.model.layers, *(mtp for stage in trainer.model.stages for mtp in stage.mtp))
+    }
+    found: dict[str, list[ShardedBuffer]] = {"layers": [], "vocabulary": []}
+    for one in trainer.optimizer.classes:
+        if isinstance(one.buffer, ShardedBuffer) and not one.unit.is_expert:
+            user = one.unit.modules[0]
+            if id(user) in layers:
+                found["layers"].append(one.buffer)
+            elif isinstance(user, Embedding | HeadLoss):
+                found["vocabulary"].append(one.buffer)
+    seen: list[dict[str, int]] = []
 
     def look(*_: object) -> None:
-        seen.append(counts())
-
-    def counts() -> tuple[int, int]:
-        whole = sum(one.weights.untyped_storage().nbytes() > 0 for one in buffers)
-        return whole, sum(one.grads.untyped_storage().nbytes() > 0 for one in buffers)
+        counts = {}
+        for name, buffers in found.items():
+            counts[f"{name} weights"] = sum(one.weights.untyped_storage().nbytes() > 0 for one in buffers)
+            counts[f"{name} grads"] = sum(one.grads.untyped_storage().nbytes() > 0 for one in buffers)
+        seen.append(counts)
 
     for module in trainer.model.modules():
-        if isinstance(module, nn.Module) and not list(module.children()):
-            module.register_forward_hook(look)
-            module.register_full_backward_hook(look)
+        module.register_forward_hook(look)
+        module.register_full_backward_hook(look)
     trainer.step(0)
-    most = [max(column) for column in zip(*seen, strict=True)]
-    return most[0], counts()[0], most[1], counts()[1]
+    look()
+    return {name: (max(one[name] for one in seen), seen[-1][name]) for name in seen[0]}
 
 
 @pytest.mark.parametrize("recompute", [(), ("full",)])
 @pytest.mark.parametrize("prefetches", [True, False])
 def test_two_layers_are_whole_at_most(pool: GlooPool, recompute: tuple[str, ...], *, prefetches: bool) -> None:
     changes = {"sharding": "full", "recompute": recompute, "overlap_param_gather": prefetches}
-    for most, left, most_grads, left_grads in pool.run(most_whole, changes):
-        assert most == (2 if prefetches else 1)
-        assert 1 <= most_grads <= 2
-        assert (left, left_grads) == (0, 0)
+    for found in pool.run(most_whole, changes):
+        assert found["layers weights"] == (2 if prefetches else 1, 0)
+        assert found["layers grads"] in {(1, 0), (2, 0)}
+        assert found["vocabulary weights"] == (1, 0)
+        assert found["vocabulary grads"] == (1, 0)
 
 
-def under_way(rank: int, changes: dict[str, Any]) -> tuple[list[bool], list[bool], int]:
-    """Per unit: gradients travel when backward ends; weights travel when the step does; units reduced by then."""
+def under_way(rank: int, changes: dict[str, Any]) -> tuple[list[tuple[str, bool]], list[bool], int]:
+    """Per unit: its user, gradients travel when backward ends; weights travel when the step does; units seen twice."""
     trainer = build_trainer(rank, plan_of("gqa", changes), RUN)
-    reducing: list[bool] = []
+    reducing: list[tuple[str, bool]] = []
     reduce_grads = trainer.optimizer.reduce_grads
 
     def watched() -> list[float]:
-        reducing.extend(one.buffer.is_reducing for one in trainer.optimizer.classes)
+        for one in trainer.optimizer.classes:
+            user = type(one.unit.modules[0]).__name__ if one.unit.modules else "all"
+            reducing.append((user, one.buffer.is_reducing))
         return reduce_grads()
 
     trainer.optimizer.reduce_grads = watched  # type: ignore[method-assign]
@@ -127,8 +133,10 @@ def under_way(rank: int, changes: dict[str, Any]) -> tuple[list[bool], list[bool
 
 def test_layers_reduce_in_backward_and_gather_in_forward(pool: GlooPool) -> None:
     for reducing, gathering, num_seen in pool.run(under_way, {"ep": 2}):
-        # Embedding, head and last norm are no layer: a dense unit that waits for the end of backward.
-        assert reducing == [False, *[True] * (len(reducing) - 1)]
+        # Embedding and last norm wait for the end of backward, where no input's gradient says that they are done.
+        assert all(early == (user not in {"Embedding", "ModelStage"}) for user, early in reducing)
+        assert reducing[0][0] == "Embedding"
+        assert reducing[-1][0] == "HeadLoss"
         assert all(gathering)
         assert num_seen == 2 * len(reducing)
 
@@ -136,7 +144,8 @@ def test_layers_reduce_in_backward_and_gather_in_forward(pool: GlooPool) -> None
 def test_without_overlap_one_unit_a_class_waits_for_the_end(pool: GlooPool) -> None:
     changes = {"ep": 2, "overlap_grad_reduce": False, "overlap_param_gather": False}
     for reducing, gathering, _ in pool.run(under_way, changes):
-        assert reducing == gathering == [False, False]
+        assert reducing == [("all", False)] * 2
+        assert gathering == [False, False]
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -149,7 +158,8 @@ def test_units_hold_every_parameter_once(model: str) -> None:
         assert set(found) == everything
         assert all(len({entry.is_expert for entry in unit.entries}) == 1 for unit in units)
     dense, moe = (sum(kind == one for kind in MODELS[model].layer_kinds) for one in ("dense", "moe"))
-    assert len(layer_units(trainer.model)) == 1 + dense + 2 * (moe + MODELS[model].num_mtp_layers)
+    vocabulary = 1 if MODELS[model].tied_embeddings else 2
+    assert len(layer_units(trainer.model)) == vocabulary + 1 + dense + 2 * (moe + MODELS[model].num_mtp_layers)
 
 
 def test_parameters_have_no_storage_before_they_are_split() -> None:
