@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from functools import cached_property
 from typing import Any, Literal, Self
 
@@ -169,8 +170,13 @@ class Plan(Record):
 
     @cached_property
     def plan_id(self) -> str:
-        """12 hex digits of the canonical form: schema version plus the fields that differ from their defaults."""
+        """12 hex digits of the canonical form: schema version plus the fields that differ from their defaults.
+
+        A profile or a stack of one's own counts by its file's name, wherever it lies.
+        """
         canonical: dict[str, Any] = self.model_dump(mode="json", exclude_defaults=True, exclude={"model": {"source"}})
+        for key in {"hardware", "stack"} & canonical.keys():
+            canonical[key] = re.sub(r"^(?:.*/)?([^/]+)\.toml$", r"\1", canonical[key])
         canonical["schema_version"] = self.schema_version
         text = json.dumps(canonical, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:12]

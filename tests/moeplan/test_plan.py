@@ -71,6 +71,12 @@ def test_plan_id_sees_costs_and_nothing_else() -> None:
     )
 
 
+def test_plan_id_does_not_see_where_a_profile_lies() -> None:
+    named = Plan(**fields(hardware="mine")).plan_id
+    assert {Plan(**fields(hardware=path)).plan_id for path in ("mine.toml", "./a/mine.toml", "/b/mine.toml")} == {named}
+    assert Plan(**fields(hardware="/b/other.toml")).plan_id != named
+
+
 def test_plan_id_is_pinned_so_that_recorded_ids_stay_valid() -> None:
     assert Plan(**fields()).plan_id == "25b3d925b59e"
 
