@@ -12,6 +12,7 @@ import torch
 from moeplan.executor.crossing import Course
 from moeplan.executor.fiber import Fiber
 from moeplan.executor.lane import exchange_lane
+from moeplan.executor.scopes import scope
 from moeplan.kernels.weight_grad_queue import WeightGradQueue, delaying
 from moeplan.layer_pair import LAYER_PAIR, PairStep, Work
 
@@ -93,7 +94,8 @@ class PairRunner:
 
     def _make_weight_grads(self) -> None:
         if self._queue is not None:
-            self._queue.run()
+            with scope("expert_gemm"):  # those of linears say for themselves what they are
+                self._queue.run()
 
 
 @lru_cache
