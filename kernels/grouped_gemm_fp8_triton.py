@@ -33,7 +33,7 @@ class Tiling:
     flatten: bool = True
 
 
-# Chosen on one H200 (results/2026-11-29-h200-fp8-kernels.md): 128 x 256 needs 48 KiB a stage of the 227 KiB there are.
+# Chosen on one H200 (results/2026-11-29-h200-fp8.md): 128 x 256 needs 48 KiB a stage of the 227 KiB there are.
 ROWS = Tiling(256, 128, 8, 3, 16)
 GRADIENT = Tiling(256, 128, 8, 3, 8, flatten=False)
 # One scale a block of 128 columns, and a second accumulator: half the tile.

@@ -7,12 +7,15 @@ from triton.compiler import ASTSource
 
 from moeplan.kernels import (
     accumulate_triton,
+    activation_fp8_triton,
     activation_triton,
     adam_triton,
     cross_entropy_triton,
+    grouped_gemm_fp8_triton,
     grouped_weight_grad_triton,
     norm_triton,
     permute_triton,
+    quantize_triton,
     rotary_triton,
     router_triton,
     row_map_triton,
@@ -46,14 +49,61 @@ WEIGHT_GRAD = [
     }
     for is_first, reduce in ((True, True), (False, True), (False, False))
 ]  # fmt: skip
+FP8_TILE = {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 128, "GROUP": 16, "num_stages": 3, "num_warps": 8}
+FP8_ROWS = [FP8_TILE | {"BLOCKWISE": False, "FLATTEN": flatten} for flatten in (True, False)]
+FP8_GRADIENT = [
+    FP8_TILE | {"BLOCKWISE": False, "ADD": add, "REDUCE": add, "FLATTEN": False} for add in (False, True)
+]
+BLOCKS = {"BLOCKWISE": True, "BLOCK_N": 128, "num_stages": 4}
+QUANTIZE = [{"BLOCKWISE": blockwise, "LARGEST": 448.0, "ROWS": 128, "COLS": 128} for blockwise in (False, True)]
+QUANTIZE_WEIGHTS = [
+    {"BLOCKWISE": blockwise, "HAS_AMAX": has_amax, "LARGEST": 448.0, "SIDE": 128}
+    for blockwise, has_amax in ((False, True), (True, False), (True, True))
+]
+FP8_ACTIVATION = [one | {"CODE": 0, "GATED": True, "HAS_PROBS": True, "num_warps": 8} for one in QUANTIZE]
+FP8_SUMS = [{"CODE": code, "GATED": code == 0, "HAS_PROBS": code == 0, "BLOCK": 2048} for code in (0, 2)]
 # Kernel, types of its other arguments, and the constants of each variant.
 KERNELS = (
     (accumulate_triton._add, "*fp32 *bf16 i64", [{"BLOCK": 4096}]),
     (activation_triton._forward, "*bf16 *fp32 *bf16 i32", ACTIVATION),
     (activation_triton._backward, "*bf16 *bf16 *fp32 *bf16 *fp32 i32", ACTIVATION),
+    (activation_fp8_triton._forward_amax, "*bf16 *fp32 *fp32 i32", FP8_SUMS),
+    (
+        activation_fp8_triton._forward,
+        "*bf16 *fp32 *fp32 *i32 *i32 *fp8e4nv *fp8e4nv *fp32 *fp32 i32 i32",
+        FP8_ACTIVATION,
+    ),
+    (activation_fp8_triton._backward_sums, "*bf16 *bf16 *fp32 *fp32 *fp32 i32", FP8_SUMS),
+    (
+        activation_fp8_triton._backward,
+        "*bf16 *bf16 *fp32 *fp32 *i32 *i32 *fp8e5 *fp8e5 *fp32 *fp32 i32 i32",
+        FP8_ACTIVATION,
+    ),
     (adam_triton._step, "*fp32 *fp32 *fp32 *fp32 *bf16 *fp64 i64 fp32 fp32 fp32 fp32 fp32 fp32", [ADAM]),
     (cross_entropy_triton._stats, "*bf16 *i64 *fp32 *fp32 *fp32 i32", [FP32]),
     (cross_entropy_triton._gradient, "*bf16 *fp32 *fp32 *i64 i32", [FP32]),
+    (
+        grouped_gemm_fp8_triton._rows,
+        "tensordesc<fp8e5[128,128]> tensordesc<fp8e4nv[256,128]> *bf16 *i32 *i32 *i32 *fp32 *fp32 i32 i32 i32",
+        FP8_ROWS,
+    ),
+    (
+        grouped_gemm_fp8_triton._rows,
+        "tensordesc<fp8e4nv[128,128]> tensordesc<fp8e4nv[128,128]> *bf16 *i32 *i32 *i32 *fp32 *fp32 i32 i32 i32",
+        [one | BLOCKS for one in FP8_ROWS],
+    ),
+    (
+        grouped_gemm_fp8_triton._gradient,
+        "tensordesc<fp8e4nv[128,128]> tensordesc<fp8e5[256,128]> *fp32 tensordesc<fp32[1,128,64]> *i32 *fp32 *fp32"
+        " i32 i32 i32 i32",
+        FP8_GRADIENT,
+    ),
+    (
+        grouped_gemm_fp8_triton._gradient,
+        "tensordesc<fp8e4nv[128,128]> tensordesc<fp8e4nv[128,128]> *fp32 tensordesc<fp32[1,128,32]> *i32 *fp32 *fp32"
+        " i32 i32 i32 i32",
+        [one | BLOCKS for one in FP8_GRADIENT],
+    ),
     (
         grouped_weight_grad_triton._add_products,
         "tensordesc<bf16[64,128]> tensordesc<bf16[64,256]> tensordesc<fp32[1,128,64]> *i32 i32 i32 i32",
@@ -64,6 +114,13 @@ KERNELS = (
     (permute_triton._spread, "*bf16 *i32 *bf16 i32", [{"K": 8, "BLOCK": 2048}]),
     (permute_triton._copy, "*bf16 *i32 *bf16 i32 i32", [{"BLOCK": 1024}]),
     (permute_triton._sum, "*bf16 *i32 *bf16 i32", [FP32 | {"K": 8}]),
+    (quantize_triton._amax, "*bf16 *fp32 i32", [{"BLOCK": 16384}]),
+    (
+        quantize_triton._quantize_rows,
+        "*bf16 *fp32 *i32 *i32 *fp8e4nv *fp8e4nv *fp32 *fp32 i32 i32",
+        QUANTIZE,
+    ),
+    (quantize_triton._quantize_weights, "*bf16 *fp32 *fp8e4nv *fp8e4nv *fp32 *fp32 i32 i32", QUANTIZE_WEIGHTS),
     (
         rotary_triton._rotate,
         "*bf16 *bf16 *fp32 *fp32 i32 i32 i32 i32 i32 i32",

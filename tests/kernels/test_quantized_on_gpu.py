@@ -50,7 +50,10 @@ def test_products_are_those_of_the_reference(recipe_name: str, case: str) -> Non
         backend.gradient_(total, grad.turned, x.turned, rows, recipe, add=False)
         for _ in range(2):
             backend.gradient_(added, grad.turned, x.turned, rows, recipe, add=True)
-        products = [backend.multiply(one, two, rows, recipe) for one, two in ((x.as_is, weight.as_is), (grad.as_is, weight.turned))]
+        products = [
+            backend.multiply(one, two, rows, recipe)
+            for one, two in ((x.as_is, weight.as_is), (grad.as_is, weight.turned))
+        ]
         results.append((*products, total, added / 2))
     for got, expected in zip(*results, strict=True):
         assert got.isfinite().all()
