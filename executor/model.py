@@ -18,8 +18,10 @@ from moeplan.executor.linear import embed, vocabulary_range
 from moeplan.executor.loss import head_loss
 from moeplan.executor.mesh import Group, Mesh
 from moeplan.executor.micro_batch import NO_TARGET, MicroBatch, cut_micro_batch, loss_weights
+from moeplan.executor.moe import Experts
 from moeplan.executor.mtp import MtpLayer
 from moeplan.executor.offload import Offloader, offloading
+from moeplan.executor.paged_stash import build_stash
 from moeplan.executor.parameters import ParameterTable, WeightSource, split_piece
 from moeplan.executor.precision import quantize_matrices
 from moeplan.executor.recompute import checkpointed
@@ -175,6 +177,10 @@ class Transformer(nn.Module):
             for index in range(rank, plan.pp * plan.vp, plan.pp)
         )
         quantize_matrices(plan, self)
+        stash = build_stash(plan, rank, device)
+        for module in self.modules():
+            if isinstance(module, Experts):
+                module.stash = stash
         if plan.offload_layers or plan.offload_modules:
             offloader = Offloader(plan, self, len(self.layers), device)
             for stage in cast("Iterable[ModelStage]", self.stages):

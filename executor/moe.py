@@ -3,6 +3,7 @@
 Shapes: L tokens of this rank, K experts per token, E experts, H hidden, F expert width (of this rank), R rows.
 """
 
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -17,6 +18,7 @@ from moeplan.executor.linear import local_linear
 from moeplan.executor.mesh import Mesh
 from moeplan.executor.mlp import Mlp
 from moeplan.executor.offload import offloading
+from moeplan.executor.paged_stash import PagedStash
 from moeplan.executor.parameters import ParameterTable, residual_std, split_piece, stack_piece
 from moeplan.executor.quantized import expert_gemm
 from moeplan.executor.quantized_experts import is_fused, quantized_experts
@@ -38,6 +40,7 @@ class Experts(nn.Module):
         model = plan.model
         self.kind = model.activation
         self.drop_activation = "moe_act" in plan.recompute
+        self.stash: PagedStash | None = None  # one for all layers of the rank
         hidden, ffn = model.hidden_size, moe.expert_ffn_size
         width, num_local = ffn // mesh.etp.size, moe.num_experts // mesh.ep.size
         parts = ("gate", "up") if model.is_gated else ("up",)
@@ -81,6 +84,10 @@ class Experts(nn.Module):
         self, rows_RH: Tensor, probs_R: Tensor | None, offsets_E: Tensor, clones: EchoWeights | None = None
     ) -> Tensor:
         """Rows through their experts, or through ``clones``, times ``probs_R`` before the second GEMM where given."""
+        with self.stash.holding(len(rows_RH)) if self.stash is not None else nullcontext():
+            return self._run(rows_RH, probs_R, offsets_E, clones)
+
+    def _run(self, rows_RH: Tensor, probs_R: Tensor | None, offsets_E: Tensor, clones: EchoWeights | None) -> Tensor:
         weights = (self.in_weight_EHF, self.out_weight_EFH) if clones is None else (clones.in_weight, clones.out_weight)
         if self.in_bias_EG is None and is_fused(*weights, self.kind):
             with offloading("expert_fc1", rows_RH, rest="moe_act"):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from moeplan.executor.host_buffers import HostBuffers, ParkedStorage
-from moeplan.executor.saved_tensors import Restore, keeping, storage_key
+from moeplan.executor.saved_tensors import Restore, is_parameter, keeping, storage_key
 from moeplan.plan import Plan
 from moeplan.vocabulary import OffloadModule
 
@@ -131,8 +131,7 @@ class Offloader:
             tensor.untyped_storage().nbytes() >= MIN_BYTES
             and tensor.device == self.buffers.device
             and storage_key(tensor) not in self._persistent
-            # Under full sharding storages of weights come and go.
-            and not any(isinstance(one, nn.Parameter) for one in (tensor, tensor._base))  # noqa: SLF001 - of a view
+            and not is_parameter(tensor)  # under full sharding their storages come and go
         )
 
     def _restored(self, group: _Group, parked: ParkedStorage, *place: Any) -> Tensor:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 # A function that gives a taken tensor back in backward, as often as asked; None where the keeper leaves it.
@@ -49,6 +49,11 @@ def kept(tensor: Tensor) -> Restore:
 def storage_key(tensor: Tensor) -> int:
     """Address of the tensor's storage: unique among live storages, 0 where it is empty."""
     return tensor.untyped_storage().data_ptr()
+
+
+def is_parameter(tensor: Tensor) -> bool:
+    """Whether the tensor is a parameter or a view of one."""
+    return any(isinstance(one, nn.Parameter) for one in (tensor, tensor._base))  # noqa: SLF001 - of a view
 
 
 def _pack(tensor: Tensor) -> Any:

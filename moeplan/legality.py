@@ -36,6 +36,7 @@ def violations(model: ModelSpec, point: Point) -> Iterator[tuple[str, str]]:
     yield from _deepep_violations(model, point)
     yield from _offload_violations(point)
     yield from _echo_violations(model, point)
+    yield from _stash_violations(model, point)
     yield from _replica_violations(model, point)
 
 
@@ -149,6 +150,19 @@ def _offload_violations(point: Point) -> Iterator[tuple[str, str]]:
         yield "offload_modules", f"graphs exclude {', '.join(sorted(norms))}"
     if point.optimizer_cpu_frac and point.offload_optimizer_states:
         yield "optimizer_cpu_frac", "excludes offload_optimizer_states"
+
+
+def _stash_violations(model: ModelSpec, point: Point) -> Iterator[tuple[str, str]]:
+    """Paged stash (report section 3.5): of rows that nothing else drops or sends away."""
+    if not point.paged_stash_factor:
+        return
+    if model.moe is None:
+        yield "paged_stash_factor", f"{model.name} has no experts"
+    elsewhere = {"full", "moe"} & set(point.recompute) | {"expert_fc1", "moe_act", "fused_group_mlp"} & set(
+        point.offload_modules
+    )
+    if elsewhere:
+        yield "paged_stash_factor", f"excludes recompute or offload of {', '.join(sorted(elsewhere))}"
 
 
 def _echo_violations(model: ModelSpec, point: Point) -> Iterator[tuple[str, str]]:

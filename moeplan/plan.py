@@ -77,6 +77,9 @@ class Plan(Record):
     shared_expert_overlap: bool = Field(default=False, description="shared experts run beside the exchange")
     dispatch_sms: int = Field(default=0, ge=0, description="SMs given to the flex dispatcher; 0: its default")
     echo_slots: int = Field(default=0, ge=0, description="spare slots a rank for clones of hot experts (ECHO); 0: none")
+    paged_stash_factor: float = Field(
+        default=0.0, ge=0, description="pages for kept rows of experts over the balanced need; 0: no paged stash"
+    )
     routing: Routing = Field(
         default="balanced", description="load, balanced or natural; drop: at most model.moe.router.capacity_factor"
     )

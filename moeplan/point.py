@@ -51,6 +51,7 @@ class Point:
     shared_expert_overlap: bool
     dispatch_sms: int
     echo_slots: int
+    paged_stash_factor: float
     routing: Routing
     cuda_graph: tuple[CudaGraphScope, ...]
     fused_grouped_mlp: bool

@@ -279,6 +279,28 @@ def _experts(build: LayerBuilder, moe: Moe) -> list[Op]:
         *([] if is_fused else [act]),
         _grouped_gemm(build, "expert_fc2", (rows, hidden, width), local_experts),
         *([bias] if moe.mlp_bias else []),
+        *_stash(build, total, gates, width),
+    ]
+
+
+def _stash(build: LayerBuilder, rows: float, gates: int, width: float) -> list[Op]:
+    """Kept rows copied into pages; backward copies them out."""
+    shape = build.shape
+    if not shape.paged_stash:
+        return []
+    kept = build.model.hidden_size + (gates + ("moe_act" not in shape.recompute)) * width
+    moved = 2 * rows * kept * shape.element_bytes
+    return [
+        Op(
+            name="stash",
+            kind="gather",
+            family="permute",
+            segment="expert",
+            scope="moe",
+            hbm_bytes=moved,
+            backward_hbm_bytes=moved,
+            num_kernels=3,
+        )
     ]
 
 

@@ -44,6 +44,7 @@ class OpShape:
     shared_expert_overlap: bool
     dispatch_sms: int
     echo_slots: int
+    paged_stash: bool
     routing: Routing
     cuda_graph: tuple[CudaGraphScope, ...]
     fused_grouped_mlp: bool
@@ -79,6 +80,7 @@ class OpShape:
             shared_expert_overlap=point.shared_expert_overlap,
             dispatch_sms=point.dispatch_sms,
             echo_slots=point.echo_slots,
+            paged_stash=point.paged_stash_factor > 0,
             routing=point.routing,
             cuda_graph=point.cuda_graph,
             fused_grouped_mlp=point.fused_grouped_mlp,

@@ -34,6 +34,7 @@ Feature = Literal[
     "offload_optimizer_states",
     "optimizer_cpu_frac",
     "echo_slots",
+    "paged_stash_factor",
 ]
 FEATURES: tuple[Feature, ...] = get_args(Feature)
 SavedTensorTable = Literal["megatron", "native", "torchtitan", "korthikanti-2022"]
