@@ -3,7 +3,6 @@
 from pathlib import Path
 
 from moeplan.cli.inputs import load_plan
-from moeplan.executor.check import check_supported
 from moeplan.files import check_writable, read_toml, validate, write_text_atomically
 from moeplan.hwprofiles.load import load_profile
 from moeplan.planner.export import ExportJob, export
@@ -13,6 +12,8 @@ from moeplan.run_config import RunConfig
 
 def run_export(path: Path, targets: str, run_config: Path | None, folder: Path, *, as_json: bool) -> None:
     """Write the files of every target into ``folder``; nothing is written where one of them cannot say the plan."""
+    from moeplan.executor.check import check_supported
+
     plan = load_plan(path)
     run = validate(RunConfig, read_toml(run_config), str(run_config)) if run_config else RunConfig()
     job = ExportJob(plan, run, load_profile(plan.hardware))
