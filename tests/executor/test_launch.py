@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from moeplan.errors import InvalidInputError, RunFailedError
+from moeplan.executor import launch as launch_module
 from moeplan.executor.launch import Rendezvous, launch
 from moeplan.results import Figures
 from tests.executor.cases import GQA_MODEL, tiny_plan
@@ -34,6 +35,23 @@ except MoeplanError as error:
     sys.stderr.write(f"error: {error.message}\\n")
     sys.exit(error.exit_code)
 """
+
+
+@pytest.mark.parametrize("given", ["", "max_split_size_mb:512"])
+def test_workers_get_segments_that_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str) -> None:
+    seen: dict[str, str] = {}
+
+    def start(_command: list[str], *, env: dict[str, str], **_options: object) -> None:
+        seen.update(env)
+        raise FileNotFoundError
+
+    monkeypatch.delenv(launch_module.ALLOCATOR_VARIABLE, raising=False)
+    if given:
+        monkeypatch.setenv(launch_module.ALLOCATOR_VARIABLE, given)
+    monkeypatch.setattr(subprocess, "Popen", start)
+    with pytest.raises(FileNotFoundError):
+        launch(*files(tmp_path, PLAN), 2)
+    assert seen[launch_module.ALLOCATOR_VARIABLE] == (given or launch_module.GROWING_SEGMENTS)
 
 
 def test_a_run_writes_its_figures_and_reports_each_step(tmp_path: Path) -> None:
