@@ -53,11 +53,16 @@ def find_stack(written: str) -> str:
 
 
 def stack_name(row: PublishedRow) -> str:
-    """The stack of a row; a run noted as eager takes its engine's stack without compilation, where there is one."""
+    """The stack of a row.
+
+    A run noted as eager takes its engine's stack without compilation, one of adapters that of frozen weights, where
+    there is one.
+    """
     found = find_stack(row.text("stack"))
     engine, _, release = found.rpartition("-")
-    eager = f"{engine}-eager-{release}"
-    return eager if re.match(r"eager\b", row.text("notes")) and eager in stack_names() else found
+    kind = "lora" if row.text("task") == "lora" else "eager" if re.match(r"eager\b", row.text("notes")) else ""
+    variant = f"{engine}-{kind}-{release}"
+    return variant if variant in stack_names() else found
 
 
 def _release(text: str) -> tuple[int, ...]:
@@ -75,8 +80,9 @@ def hardware_name(row: PublishedRow) -> str:
 def plan_of(row: PublishedRow, stack: SoftwareStack, profile: HardwareProfile) -> Plan:
     """The plan of one row on its stack and machine. Raises CellError where the row cannot be expressed."""
     # Fine-tuning of all weights computes what pre-training does.
-    if row.text("task") not in ("", "pretrain", "sft"):
-        raise CellError("task", f"got {row.text('task')!r}, allowed: pretrain, sft")
+    tasks = ("lora",) if stack.time.trains_adapters else ("", "pretrain", "sft")
+    if row.text("task") not in tasks:
+        raise CellError("task", f"got {row.text('task')!r}, stack {stack.name} allows {', '.join(filter(None, tasks))}")
     precision = row.text("precision")
     if precision not in PRECISIONS:
         raise CellError("precision", f"got {precision!r}, allowed: {', '.join(PRECISIONS)}")

@@ -34,7 +34,8 @@ def backward_ops(ops: Sequence[Op], shape: OpShape, stack: StackTime) -> list[Op
     again = [replace(op, name=f"{op.name}.again", after=None) for op in ops if _is_recomputed(op, shape)]
     start: tuple[str, ...] = (again[-1].name,) if again else ()
     backward: list[Op] = []
-    linears = {op.name for op in ops if op.kind in ("gemm", "grouped_gemm")}
+    # Frozen weights have no gradient to wait for.
+    linears = {op.name for op in ops if op.kind in ("gemm", "grouped_gemm") and not stack.trains_adapters}
     for op in reversed(ops):
         # An engine hands on a data gradient only when the weight gradient is launched too; a reduce-scatter over tp
         # alone starts before it.
@@ -84,6 +85,8 @@ def _attention_backward(op: Op, name: str, after: tuple[str, ...]) -> Op:
 def _gemm_backward(op: Op, after: tuple[str, ...], shape: OpShape, stack: StackTime) -> list[Op]:
     """Data gradient dY W^T: rows x inner over cols. Weight gradient X^T dY: inner x cols over rows."""
     data = replace(op, name=f"{op.name}.dgrad", phase="dgrad", cols=op.inner, inner=op.cols, after=after)
+    if stack.trains_adapters:
+        return [data]
     weights = op.num_groups * op.inner * op.cols
     grads = MAIN_GRAD_PASSES * weights * shape.grad_bytes
     # A tile's gradients are added when its products are done, on top of either bound unless the machine overlaps that.

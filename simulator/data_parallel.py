@@ -39,8 +39,11 @@ class StepEnds:
 def step_ends(model: ModelSpec, point: Point, stack: StackTime, profile: HardwareProfile) -> tuple[StepEnds, ...]:
     """For every pipeline rank. Adam reads gradient, main weight and moments and writes the latter two and the copy.
 
-    On the host, a part of it takes what :func:`host_adam_s` says; states that waited there come back first.
+    On the host, a part of it takes what :func:`host_adam_s` says; states that waited there come back first. Adapters of
+    frozen weights are too small to count.
     """
+    if stack.trains_adapters:
+        return (StepEnds(0.0, 0.0, 0.0, ()),) * point.pp
     dense, expert = shard_groups(point, profile)
     precision = PRECISIONS[point.precision]
     grad_bytes, moment_bytes = DTYPE_BYTES[point.grad_dtype], DTYPE_BYTES[point.moment_dtype]

@@ -137,13 +137,14 @@ class _Rank(NamedTuple):
 def _state_bytes(
     point: Point, stack: SoftwareStack, num_copies: int, *, is_expert: bool, is_quantized: bool
 ) -> StateBytes:
-    return bytes_per_parameter(
+    state = bytes_per_parameter(
         point,
         is_expert=is_expert,
         is_quantized=is_quantized,
         num_copies=num_copies,
         state_dtype=_FSDP_STATE[stack.full_sharding],
     )
+    return StateBytes(state.weights, 0.0, 0.0) if stack.time.trains_adapters else state
 
 
 def _allocated(model: ModelSpec, point: Point, stack: SoftwareStack, num_copies: int) -> list[_Rank]:

@@ -13,6 +13,10 @@ class StackTime(Record):
     permute_in_dispatch: bool = Field(default=False, description="hybridep writes tokens in expert order itself")
     grouped_gemm: bool = Field(default=True, description="False: local experts run one after another, kernel by kernel")
     fused_grad_accumulation: bool = Field(description="weight-gradient GEMMs add to the main gradients themselves")
+    trains_adapters: bool = Field(
+        default=False,
+        description="weights are frozen (LoRA): no weight gradients and no optimizer; adapters count as nothing",
+    )
     grouped_gemm_frac: Sourced = Field(
         description="rate of grouped GEMMs started one expert at a time over the dense one, where no curve is measured"
     )

@@ -117,6 +117,14 @@ def test_a_run_noted_as_eager_has_a_stack_without_compilation() -> None:
     assert stack_name(row(stack="megatron-bridge-26.08", notes="eager")) == "megatron-bridge-26.08"
 
 
+def test_adapters_need_a_stack_that_trains_them() -> None:
+    assert stack_name(row(stack="dgxc-25.04", task="lora")) == "dgxc-lora-25.04"
+    lora = stack_of("megatron-bridge-lora-26.06")
+    assert plan_of(row(task="lora"), lora, profile_of("gb300")).stack == "megatron-bridge-lora-26.06"
+    with pytest.raises(CellError, match="allows lora"):
+        plan_of(row(), lora, profile_of("gb300"))
+
+
 def test_fine_tuning_of_all_weights_is_predicted_as_pre_training() -> None:
     bridge, profile = stack_of("megatron-bridge-26.08"), profile_of("gb300")
     assert plan_of(row(task="sft"), bridge, profile) == plan_of(row(), bridge, profile)

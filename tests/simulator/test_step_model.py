@@ -12,6 +12,7 @@ from moeplan.hwprofiles.schema import HardwareProfile
 from moeplan.plan import Plan
 from moeplan.presets import load_model
 from moeplan.simulator.graph import FAMILY_INDEX
+from moeplan.simulator.memory import memory_by_rank
 from moeplan.simulator.predict import step_times
 from moeplan.simulator.stack import SoftwareStack, load_stack
 from moeplan.simulator.step_model import StepModel, step_model
@@ -162,3 +163,19 @@ def test_gemms_are_seven_tenths_of_a_dense_step() -> None:
     )  # fmt: skip
     time = StepModel(plan.model, STACK, H100).step_times([plan.point])[0]
     assert time.exposed_s[FAMILY_INDEX["dense_gemm"]] / time.step_s == pytest.approx(0.70, abs=0.05)
+
+
+def test_frozen_weights_have_neither_gradients_nor_an_optimizer() -> None:
+    plan = Plan(
+        model=load_model("llama3-70b"), hardware="h100", num_gpus=32, seq_len=4096, global_batch_size=32,
+        tp=2, pp=4, vp=20, grad_dtype="bf16",
+    )  # fmt: skip
+    trained, frozen = load_stack("megatron-bridge-26.06"), load_stack("megatron-bridge-lora-26.06")
+    times = [StepModel(plan.model, stack, H100).step_times([plan.point])[0] for stack in (trained, frozen)]
+    gemm = FAMILY_INDEX["dense_gemm"]
+    # A third of the products, and the main gradients they are added to.
+    assert 0.6 < times[1].total_s[gemm] / times[0].total_s[gemm] < 2 / 3
+    assert times[1].total_s[FAMILY_INDEX["optimizer"]] == times[1].total_s[FAMILY_INDEX["dp_comm"]] == 0
+    held = [memory_by_rank(plan.model, plan.point, stack, H100) for stack in (trained, frozen)]
+    assert held[1]["weights"] == held[0]["weights"]
+    assert set(held[1].get("gradients", (0.0,))) == set(held[1].get("optimizer", (0.0,))) == {0.0}
