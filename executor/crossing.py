@@ -182,6 +182,7 @@ def cross(
     """
     crossing = Crossing(lane, work, course)
     token = _Start.apply(crossing, *inputs)
+    del inputs  # the crossing lets go of them when the exchange is done
     comes_last = asks_host and lane.holds_up_host
     if beside is not None and comes_last:
         beside()

@@ -48,6 +48,8 @@ def _cross(  # noqa: PLR0917 - what it runs, on what, and beside what
     (exchange,) = found
     lane.share(tensors_in(exchange))
     arrived = exchange.arrange(sent)
-    ready = exchange.collect(experts(arrived), arrived.probs)
-    (back,) = cross(lane, lambda rows: (exchange.send_back(rows),), course, (ready,), beside_combine)
+    del sent  # rows of every expert of every token: while others run, none should live that nobody needs
+    ready = [exchange.collect(experts(arrived), arrived.probs)]
+    del arrived
+    (back,) = cross(lane, lambda rows: (exchange.send_back(rows),), course, (ready.pop(),), beside_combine)
     return exchange.unpack(back, probs_LK)
