@@ -18,7 +18,7 @@ from moeplan.vocabulary import PRECISIONS
 # Fields that Megatron executes and the native executor does not.
 _DEFAULT_ONLY = (
     "cp_comm", "cp_a2a_size", "packed_lengths",
-    "fused_grouped_mlp", "permute_fusion", "router_fusion", "fp8_primary_weights", "fp8_attention",
+    "fused_grouped_mlp", "permute_fusion", "router_fusion", "fp8_attention",
     "tp_comm_overlap",
 )  # fmt: skip
 
@@ -35,7 +35,15 @@ def _plan_limits(plan: Plan) -> Iterator[tuple[str, object, str, str]]:
     if plan.packed_lengths:
         yield "packed_lengths", plan.packed_lengths, "one document a sequence", "leave packed_lengths out"
     if plan.precision != "fp64" and plan.moment_dtype == "fp64":
-        yield "moment_dtype", plan.moment_dtype, "fp32 and bf16 Adam moments (fp64 with precision fp64)", "use fp32"
+        yield "moment_dtype", plan.moment_dtype, "fp32, bf16 and fp8 Adam moments", "use fp32"
+    if plan.main_weight_remainders or plan.moment_dtype == "fp8":
+        allowed = "fp8 moments and main_weight_remainders with all states on the device"
+        if plan.offload_optimizer_states:
+            yield "offload_optimizer_states", "true", allowed, "leave it out"
+        if plan.optimizer_cpu_frac:
+            yield "optimizer_cpu_frac", plan.optimizer_cpu_frac, allowed, "leave it out"
+    if plan.moment_dtype == "fp8" and plan.fp8_primary_weights:
+        yield "moment_dtype", plan.moment_dtype, "fp32 and bf16 moments beside fp8_primary_weights", "use bf16"
     if plan.model.moe is not None and plan.dispatcher == "flex":
         yield from _library_limits(plan)
     if plan.dispatch_sms and (plan.dispatcher, plan.flex_backend == "torch") != ("flex", False):
@@ -46,6 +54,8 @@ def _plan_limits(plan: Plan) -> Iterator[tuple[str, object, str, str]]:
         yield "echo_slots", plan.echo_slots, "it with plain experts without biases", "leave echo_slots out"
     if plan.cuda_graph:
         yield from _graph_limits(plan)
+    if plan.fp8_primary_weights:
+        yield from _primary_weight_limits(plan)
     for key in _DEFAULT_ONLY:
         got, default = getattr(plan, key), Plan.model_fields[key].default
         if got != default:
@@ -89,6 +99,16 @@ def _library_limits(plan: Plan) -> Iterator[tuple[str, object, str, str]]:
         yield "flex_backend", plan.flex_backend, allowed, "set flex_backend = 'torch', or build DeepEP"
     if plan.precision in {"fp64", "fp32"}:
         yield "precision", plan.precision, f"flex_backend {plan.flex_backend} in bf16", "set flex_backend = 'torch'"
+
+
+def _primary_weight_limits(plan: Plan) -> Iterator[tuple[str, object, str, str]]:
+    if not plan.precision.startswith("fp8_"):
+        allowed = "fp8_primary_weights with FP8 recipes, whose two forms of a weight have the same scales"
+        yield "precision", plan.precision, allowed, "set fp8_primary_weights = false"
+    if plan.sharding == "full":
+        yield "sharding", plan.sharding, "fp8_primary_weights with none and optimizer", "set sharding = 'optimizer'"
+    if plan.offload_optimizer_states:
+        yield "offload_optimizer_states", True, "fp8_primary_weights with states on the device", "leave one of them out"
 
 
 def _model_limits(model: ModelSpec, tp: int, etp: int) -> Iterator[tuple[str, object, str, str]]:

@@ -91,7 +91,7 @@ class Experts(nn.Module):
         weights = (self.in_weight_EHF, self.out_weight_EFH) if clones is None else (clones.in_weight, clones.out_weight)
         if self.in_bias_EG is None and is_fused(*weights, self.kind):
             with offloading("expert_fc1", rows_RH, rest="moe_act"):
-                return quantized_experts(rows_RH, probs_R, offsets_E, *weights, self.kind)
+                return quantized_experts(rows_RH, probs_R, offsets_E, weights, self.kind)
         with scope("expert_gemm"), offloading("expert_fc1", rows_RH):
             hidden_RG = expert_gemm(rows_RH, weights[0], offsets_E)
             if self.in_bias_EG is not None:

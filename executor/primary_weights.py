@@ -112,7 +112,8 @@ class PrimaryBuffer(FlatBuffer):
         scale, turned_scale = weight.backend(entry.parameter).weight_scales(amax, shape, weight.recipe)
         turned_EBA = stored_EAB.transpose(1, 2).contiguous()
         return Pair(
-            (stored_EAB.view(torch.float8_e4m3fn), scale, None), (turned_EBA.view(torch.float8_e4m3fn), turned_scale, None)
+            (stored_EAB.view(torch.float8_e4m3fn), scale, None),
+            (turned_EBA.view(torch.float8_e4m3fn), turned_scale, None),
         )
 
     def _own_part(self, span: Span, shape: tuple[int, ...]) -> Tensor:

@@ -113,7 +113,7 @@ def _stacked(weight: Tensor) -> Tensor:
 
 
 def weight_gradient(
-    quantized: QuantizedWeight, weight: Tensor, main: MainGrad | None, x: Stored, grad: Stored, rows: PaddedRows
+    quantized: QuantizedWeight, weight: Tensor, main: MainGrad | None, *, x: Stored, grad: Stored, rows: PaddedRows
 ) -> Tensor | None:
     """What backward hands to autograd for the weight: nothing where ``main`` takes its gradient."""
     backend = quantized.backend(weight)
@@ -136,9 +136,7 @@ class _QuantizedLinear(Function):
     """Gathers the rows of a tensor-parallel group (of one: has them), and again in backward."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x_LI: Tensor, weight: Tensor, offsets_E: Tensor | None, group: Group | None
-    ) -> Tensor:
+    def forward(ctx: Any, x_LI: Tensor, weight: Tensor, offsets_E: Tensor | None, group: Group | None) -> Tensor:
         quantized = quantized_of(weight)
         assert quantized is not None
         ctx.quantized, ctx.group, ctx.main_grad = quantized, group, main_grad_of(weight)
@@ -150,9 +148,11 @@ class _QuantizedLinear(Function):
             ctx.save_for_backward(weight, x_LI)
         else:
             ctx.save_for_backward(weight, *pair.turned)
-        return quantized.backend(weight).multiply(
-            pair.as_is, quantized.forward_copy(weight), rows, quantized.recipe
-        ).to(x_LI.dtype)
+        return (
+            quantized.backend(weight)
+            .multiply(pair.as_is, quantized.forward_copy(weight), rows, quantized.recipe)
+            .to(x_LI.dtype)
+        )
 
     @staticmethod
     @once_differentiable
@@ -171,7 +171,7 @@ class _QuantizedLinear(Function):
             x = cast("Stored", tuple(saved))
             if len(saved) == 1:
                 x = quantize_operand(quantized, weight, _gathered(saved[0], group), rows, is_gradient=False).turned
-            grad_weight = weight_gradient(quantized, weight, ctx.main_grad, x, grad.turned, rows)
+            grad_weight = weight_gradient(quantized, weight, ctx.main_grad, x=x, grad=grad.turned, rows=rows)
         return grad_x, grad_weight, None, None
 
 

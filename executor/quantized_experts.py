@@ -36,10 +36,14 @@ def is_fused(in_weight_EHG: Tensor, out_weight_EFH: Tensor, kind: str) -> bool:
 
 
 def quantized_experts(
-    rows_RH: Tensor, probs_R: Tensor | None, offsets_E: Tensor, in_weight_EHG: Tensor, out_weight_EFH: Tensor, kind: str
+    rows_RH: Tensor,
+    probs_R: Tensor | None,
+    offsets_E: Tensor,
+    weights: tuple[Tensor, Tensor],
+    kind: str,
 ) -> Tensor:
-    """y_RH = act(rows @ in_weight) * probs @ out_weight, for rows whose experts end at ``offsets_E``."""
-    y_RH = _QuantizedExperts.apply(rows_RH, probs_R, offsets_E, in_weight_EHG, out_weight_EFH, kind)
+    """y_RH = act(rows @ weights[0]) * probs @ weights[1], for rows whose experts end at ``offsets_E``."""
+    y_RH = _QuantizedExperts.apply(rows_RH, probs_R, offsets_E, *weights, kind)
     return cast("Tensor", y_RH)
 
 
@@ -65,7 +69,7 @@ def _activated(hidden_RG: Tensor, kind: str, probs_R: Tensor | None, rows: Padde
 
 
 def _activation_gradient(
-    grad_RF: Tensor, hidden_RG: Tensor, kind: str, probs_R: Tensor | None, rows: PaddedRows, weight: QuantizedWeight
+    grad_RF: Tensor, hidden_RG: Tensor, kind: str, probs_R: Tensor | None, *, rows: PaddedRows, weight: QuantizedWeight
 ) -> tuple[Pair, Tensor | None]:
     from moeplan.kernels.activation_fp8_triton import activate_backward  # noqa: PLC0415 - as above
 
@@ -77,7 +81,7 @@ def _activation_gradient(
 
 class _QuantizedExperts(Function):
     @staticmethod
-    def forward(
+    def forward(  # noqa: PLR0917 - autograd passes by position
         ctx: Any, rows_RH: Tensor, probs_R: Tensor | None, offsets_E: Tensor, in_weight: Tensor, out_weight: Tensor,
         kind: str,
     ) -> Tensor:  # fmt: skip
@@ -102,11 +106,11 @@ class _QuantizedExperts(Function):
         x, activation = cast("Stored", tuple(kept[:3])), cast("Stored", tuple(kept[3:]))
         grad = quantize_operand(second, out_weight, grad_RH, rows, is_gradient=True)
         grad_RF = _multiply(grad.as_is, out_weight, rows, is_forward=False)
-        if not activation:
+        if second.keeps_input:
             activation = _activated(hidden_RG, kind, probs_R, rows, second).turned
-        grad_out = weight_gradient(second, out_weight, ctx.main_grads[1], activation, grad.turned, rows)
-        grad_hidden, grad_probs_R = _activation_gradient(grad_RF, hidden_RG, kind, probs_R, rows, first)
+        grad_out = weight_gradient(second, out_weight, ctx.main_grads[1], x=activation, grad=grad.turned, rows=rows)
+        grad_hidden, grad_probs_R = _activation_gradient(grad_RF, hidden_RG, kind, probs_R, rows=rows, weight=first)
         del grad_RF, grad, activation
         grad_rows_RH = _multiply(grad_hidden.as_is, in_weight, rows, is_forward=False)
-        grad_in = weight_gradient(first, in_weight, ctx.main_grads[0], x, grad_hidden.turned, rows)
+        grad_in = weight_gradient(first, in_weight, ctx.main_grads[0], x=x, grad=grad_hidden.turned, rows=rows)
         return grad_rows_RH, grad_probs_R, None, grad_in, grad_out, None

@@ -87,7 +87,8 @@ def _halves(x):
 @triton.jit(do_not_specialize=["E"])
 def _gradient(
     a_desc, b_desc, total_ptr, total_desc, end_ptr, a_scale_ptr, b_scale_ptr, E, M, N, P,
-    BLOCKWISE: tl.constexpr, ADD: tl.constexpr, REDUCE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCKWISE: tl.constexpr, ADD: tl.constexpr, REDUCE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr, FLATTEN: tl.constexpr,
 ):  # fmt: skip
     num_m, num_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
@@ -148,7 +149,7 @@ def rows_gemm(
 
     Scales are one fp32 number a tensor of rows and one an expert; blockwise [K / 128, P] and [E, N / 128, K / 128].
     """
-    num_experts, width_n, width_k = weight_ENK.shape
+    _, width_n, width_k = weight_ENK.shape
     y_RN = torch.empty((rows.num_rows, width_n), dtype=torch.bfloat16, device=x_PK.device)
     how = tiling or (BLOCKWISE if blockwise else ROWS)
     tiles = rows.num_tiles * triton.cdiv(width_n, how.block_n)

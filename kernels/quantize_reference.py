@@ -37,7 +37,7 @@ def quantize(
     x_N: Tensor, element: Element, scaling: Scaling, *, is_weight: bool = False, amax: Tensor | None = None,
     stochastic: bool = False,
 ) -> Quantized:  # fmt: skip
-    """x quantized along its last dimension, scaled by ``amax`` where given: of the tensor, or as :func:`block_amax`.
+    """Codes and scales of x along its last dimension; ``amax``, as :func:`block_amax` has it, instead of its own.
 
     The scale covers the largest magnitude, so nothing overflows unless ``amax`` is too small; then it is cut. A weight
     of three dimensions has a scale for each expert.
@@ -46,7 +46,9 @@ def quantize(
     largest = LARGEST[element]
     if scaling.block is None:
         scale = _inverse(_tensor_amax(x_N, is_weight=is_weight) if amax is None else amax, largest)
-        return Quantized(_stored(x_N * _above(scale, x_N), element, stochastic=False), 1 / scale, None, element, scaling)
+        return Quantized(
+            _stored(x_N * _above(scale, x_N), element, stochastic=False), 1 / scale, None, element, scaling
+        )
     blocks_BN = _blocks(x_N, scaling.block)
     if amax is not None:
         amax_B = amax.repeat_interleave(scaling.weight_rows, -2)[..., : x_N.shape[-2], :]
@@ -94,7 +96,7 @@ def dequantize(q: Quantized) -> Tensor:
 
 
 def hadamard(x_N: Tensor, width: int) -> Tensor:
-    """x times an orthogonal matrix of ``width`` along its last dimension (padded with zeros), the same in every call.
+    """Product of x and an orthogonal matrix of ``width`` along its padded last dimension, the same in every call.
 
     Signs of the rows are drawn once, from a fixed seed; a product of two tensors summed over this dimension stays.
     """
@@ -107,7 +109,8 @@ def _hadamard_matrix(width: int) -> Tensor:
     while len(matrix) < width:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
     signs = torch.randint(2, (width, 1), generator=torch.Generator().manual_seed(0)) * 2 - 1
-    return signs * matrix / width**0.5
+    rotation: Tensor = signs * matrix / width**0.5
+    return rotation
 
 
 def _blocks(x_N: Tensor, width: int) -> Tensor:

@@ -5,7 +5,7 @@ rows in the weight gradient: each tile is written as it is and transposed while 
 
 Shapes: R rows, C columns, P padded rows, E experts, I and O sides of a weight, B blocks of 128.
 """
-# ruff: noqa: ANN001, ANN202, PLR0917 - Triton takes by position, and reads every annotation as a constant
+# ruff: noqa: ANN001, ANN201, ANN202, E741, PLR0917 - Triton takes by position, and reads every annotation as a constant
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 import torch
@@ -132,7 +132,7 @@ def amax(x: Tensor) -> Tensor:
 
 
 def quantize_rows(x_RC: Tensor, rows: PaddedRows, dtype: torch.dtype, amax_1: Tensor | None) -> Pair:
-    """x in FP8 in both layouts: with one scale from ``amax_1``, or without it one for each 128 along the sum."""
+    """FP8 numbers of x in both layouts, with one scale from ``amax_1``, or one for each 128 along the sum."""
     x_RC = x_RC.contiguous()
     width, blockwise = x_RC.shape[1], amax_1 is None
     pair = empty_pair(width, rows, dtype, x_RC.device, blockwise=blockwise)
@@ -153,7 +153,9 @@ def empty_pair(width: int, rows: PaddedRows, dtype: torch.dtype, device: torch.d
     if blockwise:
         blocks = triton.cdiv(width, TILE)
         as_is_scale = torch.empty((blocks, num_padded), device=device)
-        return Pair((as_is_PC, as_is_scale, None), (turned_CP, torch.empty((rows.num_tiles, width), device=device), None))
+        return Pair(
+            (as_is_PC, as_is_scale, None), (turned_CP, torch.empty((rows.num_tiles, width), device=device), None)
+        )
     # Where no row came, no tile writes the scale; multiplying by it must not bring a NaN.
     scale = torch.ones((), device=device)
     return Pair((as_is_PC, scale, None), (turned_CP, scale, None))
@@ -185,8 +187,10 @@ def weight_amax(weight_EIO: Tensor, *, blockwise: bool) -> Tensor:
     """Largest magnitudes of what shares a scale, fp32: [E], or [E, I / 128, O / 128] of whole blocks."""
     if blockwise:
         blocks = weight_EIO.unflatten(2, (-1, TILE)).unflatten(1, (-1, TILE))
-        return blocks.abs().amax((2, 4)).to(torch.float32)
+        amax_EIO: Tensor = blocks.abs().amax((2, 4)).to(torch.float32)
+        return amax_EIO
     each = weight_EIO[0].numel()
     parts_EN = torch.empty((len(weight_EIO), triton.cdiv(each, _AMAX_BLOCK)), device=weight_EIO.device)
     _amax[parts_EN.shape[::-1]](weight_EIO, parts_EN, each, _AMAX_BLOCK)
-    return parts_EN.amax(1)
+    amax_E: Tensor = parts_EN.amax(1)
+    return amax_E

@@ -86,7 +86,7 @@ BACKENDS = {"reference": _reference, "triton": _triton}
 
 
 def backend_of(recipe_name: str, weight: Tensor) -> str:
-    """``triton`` where its kernels hold the recipe: FP8 on Hopper or later, blockwise in whole blocks. ``weight`` [.., A, B]."""
+    """``triton`` where its kernels take a weight [.., A, B]: FP8 on Hopper or later, blockwise in whole blocks."""
     scaling = RECIPES[recipe_name].scaling
     if not weight.is_cuda or torch.cuda.get_device_capability(weight.device)[0] < 9:
         return "reference"

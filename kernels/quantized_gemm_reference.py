@@ -89,9 +89,7 @@ def _stored(q: Quantized) -> Stored:
 def _read(stored: Stored, recipe: Recipe) -> Tensor:
     data, scale, tensor_scale = stored
     is_e5m2 = data.dtype == torch.float8_e5m2
-    return dequantize(
-        Quantized(data, scale, tensor_scale, "e5m2" if is_e5m2 else recipe.element, recipe.scaling)
-    )
+    return dequantize(Quantized(data, scale, tensor_scale, "e5m2" if is_e5m2 else recipe.element, recipe.scaling))
 
 
 def _spans(rows: PaddedRows) -> list[tuple[int, int]]:

@@ -61,6 +61,4 @@ def gradient_(total_EMN: Tensor, a: Stored, b: Stored, rows: PaddedRows, recipe:
     """See :class:`moeplan.kernels.quantized_gemm.QuantizedGemm`."""
     (a_MP, scale_a, _), (b_NP, scale_b, _) = a, b
     blockwise = recipe.scaling.block is not None
-    grouped_gemm_fp8_triton.gradient_gemm_(
-        total_EMN, a_MP, scale_a, b_NP, scale_b, rows, add=add, blockwise=blockwise
-    )
+    grouped_gemm_fp8_triton.gradient_gemm_(total_EMN, a_MP, scale_a, b_NP, scale_b, rows, add=add, blockwise=blockwise)

@@ -6,8 +6,8 @@ from functools import cache
 import pytest
 import torch
 
-from moeplan.executor.model import Transformer
 from moeplan.executor.mesh import plan_mesh
+from moeplan.executor.model import Transformer
 from moeplan.executor.quantized import QuantizedWeight, quantized_linear, quantized_of, set_quantized
 from moeplan.kernels.main_grad import MainGrad, set_main_grad
 from moeplan.kernels.recipes import RECIPES
@@ -60,8 +60,9 @@ def _names(model: ModelSpec, plan: Plan) -> tuple[set[str], set[str]]:
 def test_projections_and_experts_are_quantized_and_nothing_else() -> None:
     quantized, others = _names(MLA, low_plan(MLA, 1))
     assert quantized == {
-        "layers.attention.query_down.weight", "layers.attention.query_up.weight", "layers.attention.key_value_up.weight",
-        "layers.attention.key_value_down.weight", "layers.attention.output.weight", "layers.mlp.gate.weight",
+        "layers.attention.query_down.weight", "layers.attention.query_up.weight",
+        "layers.attention.key_value_up.weight", "layers.attention.key_value_down.weight",
+        "layers.attention.output.weight", "layers.mlp.gate.weight",
         "layers.mlp.down.weight", "layers.shared_expert.gate.weight", "layers.shared_expert.down.weight",
         "layers.experts.gate.weight", "layers.experts.down.weight", "layers.projection.weight",
     }  # fmt: skip
@@ -140,7 +141,7 @@ def test_foldings_follow_one_process(pool: GlooPool, folding: dict[str, object])
     assert got == pytest.approx(_losses(GQA.name, "fp8_current")[:4], rel=5e-3)
 
 
-# The norm is summed buffer by buffer, and primary weights have buffers of their own: clipping would differ in its last bit.
+# The norm is summed buffer by buffer, and primary weights have buffers of their own: clips would differ in a last bit.
 UNCLIPPED = RUN.model_copy(update={"clip_grad_norm": 0.0})
 
 

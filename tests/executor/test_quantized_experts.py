@@ -54,7 +54,7 @@ def test_the_fused_mlp_equals_its_parts(recipe: str, kind: ActivationKind, keeps
         with exact_fp8():
             if is_fused:
                 assert quantized_experts.is_fused(first, second, kind)
-                y_RH = quantized_experts.quantized_experts(x_RH, p_R, offsets_E, first, second, kind)
+                y_RH = quantized_experts.quantized_experts(x_RH, p_R, offsets_E, (first, second), kind)
             else:
                 hidden = expert_gemm(x_RH, first, offsets_E)
                 y_RH = expert_gemm(activation(hidden, kind, p_R, backend="triton"), second, offsets_E)

@@ -51,9 +51,7 @@ WEIGHT_GRAD = [
 ]  # fmt: skip
 FP8_TILE = {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 128, "GROUP": 16, "num_stages": 3, "num_warps": 8}
 FP8_ROWS = [FP8_TILE | {"BLOCKWISE": False, "FLATTEN": flatten} for flatten in (True, False)]
-FP8_GRADIENT = [
-    FP8_TILE | {"BLOCKWISE": False, "ADD": add, "REDUCE": add, "FLATTEN": False} for add in (False, True)
-]
+FP8_GRADIENT = [FP8_TILE | {"BLOCKWISE": False, "ADD": add, "REDUCE": add, "FLATTEN": False} for add in (False, True)]
 BLOCKS = {"BLOCKWISE": True, "BLOCK_N": 128, "num_stages": 4}
 QUANTIZE = [{"BLOCKWISE": blockwise, "LARGEST": 448.0, "ROWS": 128, "COLS": 128} for blockwise in (False, True)]
 QUANTIZE_WEIGHTS = [
@@ -94,14 +92,18 @@ KERNELS = (
     ),
     (
         grouped_gemm_fp8_triton._gradient,
-        "tensordesc<fp8e4nv[128,128]> tensordesc<fp8e5[256,128]> *fp32 tensordesc<fp32[1,128,64]> *i32 *fp32 *fp32"
-        " i32 i32 i32 i32",
+        (
+            "tensordesc<fp8e4nv[128,128]> tensordesc<fp8e5[256,128]> *fp32 tensordesc<fp32[1,128,64]> *i32 *fp32 *fp32"
+            " i32 i32 i32 i32"
+        ),
         FP8_GRADIENT,
     ),
     (
         grouped_gemm_fp8_triton._gradient,
-        "tensordesc<fp8e4nv[128,128]> tensordesc<fp8e4nv[128,128]> *fp32 tensordesc<fp32[1,128,32]> *i32 *fp32 *fp32"
-        " i32 i32 i32 i32",
+        (
+            "tensordesc<fp8e4nv[128,128]> tensordesc<fp8e4nv[128,128]> *fp32 tensordesc<fp32[1,128,32]> *i32 *fp32"
+            " *fp32 i32 i32 i32 i32"
+        ),
         [one | BLOCKS for one in FP8_GRADIENT],
     ),
     (

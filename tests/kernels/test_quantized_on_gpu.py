@@ -82,7 +82,7 @@ def test_the_fused_experts_equal_their_parts(recipe: str, keeps_input: bool) -> 
         for _ in range(2):  # the second is added to the first
             if fuse:
                 assert is_fused(first, second, "swiglu")
-                y_RH = quantized_experts(x_RH, p_R, offsets_E, first, second, "swiglu")
+                y_RH = quantized_experts(x_RH, p_R, offsets_E, (first, second), "swiglu")
             else:
                 hidden_RG = expert_gemm(x_RH, first, offsets_E)
                 y_RH = expert_gemm(activation(hidden_RG, "swiglu", p_R), second, offsets_E)
