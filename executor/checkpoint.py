@@ -107,6 +107,7 @@ class Checkpointer:
         checkpoint = latest_checkpoint(self.folder)
         manifest = read_manifest(checkpoint, self.plan.model)
         self._check_files(checkpoint, manifest)
+        self.optimizer.begin_loading()
         self._read(checkpoint)
         self.optimizer.take_loaded(manifest.step)
         torch.set_rng_state(torch.tensor(list(bytes.fromhex(manifest.rng)), dtype=torch.uint8))

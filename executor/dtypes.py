@@ -7,7 +7,12 @@ import torch
 from moeplan.plan import Plan
 from moeplan.vocabulary import PRECISIONS
 
-TORCH_DTYPES: dict[str, torch.dtype] = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
+TORCH_DTYPES: dict[str, torch.dtype] = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp8": torch.float8_e4m3fn,
+}
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from moeplan.executor.fsdp import ShardedBuffer
 from moeplan.executor.mesh import Group, Mesh
 from moeplan.executor.model import Transformer
 from moeplan.executor.optimizer_state import DecaySpan, HostPart, OffloadedPart, StatePart
+from moeplan.executor.packed_states import PackedPart
 from moeplan.executor.primary_weights import PrimaryBuffer, split_quantized
 from moeplan.executor.quantized import QuantizedWeight, quantized_of
 from moeplan.executor.scopes import scope
@@ -53,6 +54,8 @@ class ClassOptimizer:
     def _parts(self, plan: Plan) -> list[StatePart]:
         """What is updated on the host, and the rest."""
         weights, size = self.buffer.updated_weights, self.updated.size
+        if plan.main_weight_remainders or plan.moment_dtype == "fp8":
+            return [PackedPart(Span(0, size), weights, self.dtypes, has_remainders=plan.main_weight_remainders)]
         cut = round(plan.optimizer_cpu_frac * size)
         on_device = OffloadedPart if plan.offload_optimizer_states else StatePart
         kinds = ((HostPart, Span(0, cut)), (on_device, Span(cut, size)))
@@ -63,6 +66,11 @@ class ClassOptimizer:
         for part in self.parts:
             part.fetch()
         self.grads = self.buffer.reduced_grads().to(self.dtypes.main)
+
+    def begin_loading(self) -> None:
+        """Let states be written until :meth:`take_loaded`."""
+        for part in self.parts:
+            part.begin_loading()
 
     def take_loaded(self, num_steps: int) -> None:
         """Let all ranks hold the weights that were read into the states of each, after ``num_steps`` updates."""
@@ -165,6 +173,11 @@ class ChainedOptimizer:
         """Leave this step's update out."""
         for one in self.classes:
             one.drop_grads()
+
+    def begin_loading(self) -> None:
+        """As :meth:`ClassOptimizer.begin_loading`, for all."""
+        for one in self.classes:
+            one.begin_loading()
 
     def take_loaded(self, num_steps: int) -> None:
         """As :meth:`ClassOptimizer.take_loaded`, for all."""

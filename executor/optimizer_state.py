@@ -48,6 +48,9 @@ class StatePart:
     def fetch(self) -> None:
         """Begin to bring here what waits on the host."""
 
+    def begin_loading(self) -> None:
+        """Let :attr:`flats` be what is written to until :meth:`take_loaded`."""
+
     def take_loaded(self, num_steps: int) -> None:
         """Let the model's weights be those that were written into :attr:`flats`, after ``num_steps`` updates."""
         self.num_steps.fill_(num_steps)
@@ -62,7 +65,7 @@ class StatePart:
     def step(self, grads: Tensor, decays: Sequence[DecaySpan], options: AdamOptions) -> None:
         """One update by the gradients of everything that the optimizer updates."""
         self.num_steps += 1
-        for span, decayed in _cut(decays, self.span, options):
+        for span, decayed in cut_by_decay(decays, self.span, options):
             own = span.after(self.span.start)
             state = AdamState(
                 own.inside(self.main),
@@ -170,7 +173,7 @@ class HostPart(StatePart):
         """Gradients to the host, the update there, weights back."""
         self._host_grads.copy_(self.span.inside(grads))
         self.num_steps += 1
-        for span, decayed in _cut(decays, self.span, options):
+        for span, decayed in cut_by_decay(decays, self.span, options):
             own = span.after(self.span.start)
             state = AdamState(
                 own.inside(self._host_main),
@@ -190,7 +193,7 @@ def host_tensor(like: Tensor) -> Tensor:
     return torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
 
 
-def _cut(decays: Sequence[DecaySpan], part: Span, options: AdamOptions) -> Iterator[tuple[Span, AdamOptions]]:
+def cut_by_decay(decays: Sequence[DecaySpan], part: Span, options: AdamOptions) -> Iterator[tuple[Span, AdamOptions]]:
     """What of each span lies in a part, with the options of its update."""
     for one in decays:
         span = one.span.overlap(part)

@@ -91,6 +91,9 @@ def _precision_violations(point: Point) -> Iterator[tuple[str, str]]:
     for key in ("fp8_primary_weights", "fp8_attention"):
         if getattr(point, key) and not is_quantized:
             yield key, f"needs a low precision, got {point.precision}"
+    if point.main_weight_remainders and (not PRECISIONS[point.precision].has_main_weights or point.fp8_primary_weights):
+        what = "fp8_primary_weights" if point.fp8_primary_weights else point.precision
+        yield "main_weight_remainders", f"needs bf16 weights beside main ones, got {what}"
     if point.fp8_primary_weights and point.optimizer_cpu_frac:
         yield "optimizer_cpu_frac", "excludes fp8_primary_weights"
     barred = {"moe_act", "layernorm"} & set(point.recompute)

@@ -69,7 +69,10 @@ class Plan(Record):
         default=1, description="blocks of a stage's ranks with a copy each of the sharded state (HSDP)"
     )
     grad_dtype: Literal["fp64", "fp32", "bf16"] = "fp32"
-    moment_dtype: Literal["fp64", "fp32", "bf16"] = "fp32"
+    moment_dtype: Literal["fp64", "fp32", "bf16", "fp8"] = "fp32"
+    main_weight_remainders: bool = Field(
+        default=False, description="main weights keep only the 16 bits that their bf16 weights lack"
+    )
     overlap_grad_reduce: bool = True
     overlap_param_gather: bool = True
     ep_overlap: bool = Field(default=False, description="a forward and a backward run together to hide the exchange")

@@ -65,6 +65,7 @@ class Point:
     offload_optimizer_states: bool
     optimizer_cpu_frac: float
     dp_replicate: int = 1
+    main_weight_remainders: bool = False
 
     @property
     def folding(self) -> Folding:

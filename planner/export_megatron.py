@@ -124,10 +124,10 @@ def _optimizer_flags(plan: Plan) -> Iterator[Flag]:
         yield ("grad-reduce-in-bf16",)
     if plan.dp_replicate > 1:
         yield "num-distributed-optimizer-instances", str(plan.dp_replicate)
-    if plan.moment_dtype == "bf16":
+    if plan.moment_dtype in {"bf16", "fp8"}:
         yield ("use-precision-aware-optimizer",)
-        yield "exp-avg-dtype", "bf16"
-        yield "exp-avg-sq-dtype", "bf16"
+        yield "exp-avg-dtype", plan.moment_dtype
+        yield "exp-avg-sq-dtype", plan.moment_dtype
     if plan.optimizer_cpu_frac:
         yield ("optimizer-cpu-offload",)
         yield "optimizer-offload-fraction", f"{plan.optimizer_cpu_frac:g}"

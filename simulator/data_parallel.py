@@ -19,6 +19,7 @@ from moeplan.simulator.op import Cost
 from moeplan.simulator.placement import rank_parameters
 from moeplan.simulator.rank_groups import shard_groups
 from moeplan.simulator.stack_time import StackTime
+from moeplan.simulator.training_state import REMAINDER_BYTES
 from moeplan.units import DTYPE_BYTES
 from moeplan.vocabulary import PRECISIONS
 
@@ -48,8 +49,12 @@ def step_ends(model: ModelSpec, point: Point, stack: StackTime, profile: Hardwar
     precision = PRECISIONS[point.precision]
     grad_bytes, moment_bytes = DTYPE_BYTES[point.grad_dtype], DTYPE_BYTES[point.moment_dtype]
     main_bytes = 4.0 if precision.has_main_weights else precision.param_bytes
+    if point.main_weight_remainders:
+        main_bytes = REMAINDER_BYTES
     copy_bytes = precision.param_bytes if precision.has_main_weights else 0.0
     update_bytes = grad_bytes + 2 * main_bytes + 4 * moment_bytes + copy_bytes
+    if point.main_weight_remainders:
+        update_bytes += copy_bytes  # the other half of the main weights is read from it
     is_sharded = point.sharding != "none"
     # Full sharding gathers weights for every forward and every backward, and reduces gradients every micro-batch.
     num_gathers, num_reductions = (

@@ -142,6 +142,7 @@ class StepModel:
             *(point.num_gpus, point.layout, point.tp, point.cp, point.pp, point.etp, point.ep),
             *(point.precision, point.sharding, point.grad_dtype, point.moment_dtype, point.fp8_primary_weights),
             *(point.offload_optimizer_states, point.optimizer_cpu_frac, point.dp_replicate),
+            point.main_weight_remainders,
             point.num_micro_batches if point.sharding == "full" else 0,
         )
         if key not in self._ends:

@@ -7,8 +7,9 @@ from moeplan.point import Point
 from moeplan.simulator.stack import SoftwareStack
 from moeplan.vocabulary import PRECISIONS
 
-DTYPE_BYTES = {"fp64": 8.0, "fp32": 4.0, "bf16": 2.0}
+DTYPE_BYTES = {"fp64": 8.0, "fp32": 4.0, "bf16": 2.0, "fp8": 1.0}
 _MAIN_WEIGHT_BYTES = 4.0  # fp32
+REMAINDER_BYTES = 2.0  # the 16 bits of an fp32 weight that bf16 lacks
 _PER_TENSOR = ("fp8_delayed", "fp8_current")
 
 
@@ -32,7 +33,8 @@ def bytes_per_parameter(
 
     The optimizer's part (main weights where the recipe has them, two moments) is split over d = dp x cp for dense
     parameters and d = edp for experts: BF16 with fp32 moments 6 + 12/d, with BF16 moments 6 + 8/d; fp32 8 + 8/d;
-    FP8 with BF16 moments 8 + 8/d. FP8 primary weights have no BF16 copy: 2 bytes less, block scales counted.
+    FP8 with BF16 moments 8 + 8/d; FP8 moments, whose scales are left out, 6 + 6/d; remainders of main weights 2/d less.
+    FP8 primary weights have no BF16 copy: 2 bytes less, block scales counted.
     Full sharding splits weights and gradients as well: 18/d. Block scales beside a BF16 copy (at most 3 %) are left
     out, as the report does. The part of the optimizer step that runs on the host holds its two moments there and
     leaves the main weights (docs of Megatron's CPU offload; published readings fall by 8 bytes a parameter).
@@ -49,7 +51,9 @@ def bytes_per_parameter(
     if is_full and state_dtype is not None:
         each = DTYPE_BYTES[state_dtype] / shards
         return StateBytes(each, each, 2 * each * (1 - point.optimizer_cpu_frac))
-    main = _MAIN_WEIGHT_BYTES if precision.has_main_weights else 0.0
+    main = 0.0
+    if precision.has_main_weights:
+        main = REMAINDER_BYTES if point.main_weight_remainders else _MAIN_WEIGHT_BYTES
     weights = precision.param_bytes
     if is_quantized:
         copies = precision.quantized_weight_bytes * num_copies / 2

@@ -17,6 +17,8 @@ from moeplan.simulator.training_state import bytes_per_parameter, gathered_bytes
         ({"sharding": "full"}, {}, 18 / 64),
         ({"sharding": "full", "dp_replicate": 4}, {}, 18 / 16),
         ({"dp_replicate": 4, "moment_dtype": "bf16"}, {}, 6 + 8 / 16),
+        ({"moment_dtype": "fp8"}, {}, 6 + 6 / 64),
+        ({"moment_dtype": "bf16", "main_weight_remainders": True}, {}, 6 + 6 / 64),
         ({"sharding": "full"}, {"state_dtype": "fp32"}, 16 / 64),
         ({"sharding": "full"}, {"state_dtype": "bf16"}, 8 / 64),
         ({"optimizer_cpu_frac": 0.5}, {}, 6 + 8 / 64),

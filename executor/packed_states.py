@@ -1,0 +1,181 @@
+"""Optimizer states in fewer bits (report section 1.2): unpacked, updated and packed again a stretch at a time.
+
+Main weights may keep only the 16 bits that their bf16 weights lack. FP8 moments have a scale for every 128 elements;
+the second is stored as its root, which halves its range in powers of two, and is never rounded down to zero.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from moeplan.executor.dtypes import Dtypes
+from moeplan.executor.flat_buffer import Span
+from moeplan.executor.optimizer_state import DecaySpan, StatePart, cut_by_decay
+from moeplan.kernels.adam import AdamOptions, AdamState, adam_
+
+BLOCK = 128
+E4M3_MAX, E4M3_LEAST = 448.0, 2.0**-9
+# Elements unpacked at once: three fp32 copies take 192 MiB. A multiple of BLOCK.
+CHUNK = 2**24
+
+
+class Packed(Protocol):
+    """One kind of state of some elements. Spans begin at multiples of BLOCK."""
+
+    @property
+    def num_bytes(self) -> int:
+        """What it takes of the device's memory."""
+        ...
+
+    def unpack(self, span: Span) -> Tensor:
+        """The values, to be read, or updated and packed."""
+        ...
+
+    def pack(self, span: Span, values: Tensor) -> None:
+        """Store the values."""
+        ...
+
+
+class PlainValues:
+    """Kept as they are."""
+
+    def __init__(self, values: Tensor) -> None:
+        self.values, self.num_bytes = values, values.nbytes
+
+    def unpack(self, span: Span) -> Tensor:
+        """The values themselves."""
+        return span.inside(self.values)
+
+    def pack(self, span: Span, values: Tensor) -> None:
+        """Nothing where they were updated in place."""
+        target = span.inside(self.values)
+        if target.data_ptr() != values.data_ptr():
+            target.copy_(values)
+
+
+class Remainders:
+    """fp32 values as bf16 ``weights``, rounded half up, and what is left of their bits: 16 bits with a sign."""
+
+    def __init__(self, weights: Tensor) -> None:
+        self.weights, self.left = weights, torch.zeros(weights.shape, dtype=torch.int16, device=weights.device)
+        self.num_bytes = self.left.nbytes
+
+    def unpack(self, span: Span) -> Tensor:
+        """The fp32 values, exact."""
+        high = span.inside(self.weights).view(torch.int16).to(torch.int32) << 16
+        return (high + span.inside(self.left)).view(torch.float32)
+
+    def pack(self, span: Span, values: Tensor) -> None:
+        """Also writes the weights."""
+        bits = values.contiguous().view(torch.int32)
+        high = (bits + 0x8000) >> 16
+        span.inside(self.weights).view(torch.int16).copy_(high)
+        span.inside(self.left).copy_(bits - (high << 16))
+
+
+class Fp8Blocks:
+    """E4M3 with an fp32 scale for each block; ``is_square``: values are at least 0 and stored as their roots."""
+
+    def __init__(self, num_elements: int, device: torch.device, *, is_square: bool) -> None:
+        self.codes = torch.zeros(num_elements, dtype=torch.uint8, device=device)
+        self.scales = torch.ones(-(-num_elements // BLOCK), device=device)
+        self.is_square, self.num_bytes = is_square, self.codes.nbytes + self.scales.nbytes
+
+    def unpack(self, span: Span) -> Tensor:
+        """The values in fp32."""
+        values = span.inside(self.codes).view(torch.float8_e4m3fn).to(torch.float32) * self._scales(span)
+        return values.square_() if self.is_square else values
+
+    def pack(self, span: Span, values: Tensor) -> None:
+        """Round to the nearest, but a square above zero up to the least there is."""
+        values = values.to(torch.float32)
+        roots = values.sqrt() if self.is_square else values
+        padded = torch.nn.functional.pad(roots, (0, -span.size % BLOCK)).view(-1, BLOCK)
+        largest = padded.abs().amax(1)
+        blocks = slice(span.start // BLOCK, span.start // BLOCK + len(largest))
+        self.scales[blocks] = torch.where(largest > 0, largest / E4M3_MAX, 1.0)
+        scaled = (roots / self._scales(span)).clamp_(-E4M3_MAX, E4M3_MAX)
+        if self.is_square:
+            scaled = torch.where(roots > 0, scaled.clamp(min=E4M3_LEAST), scaled)
+        span.inside(self.codes).copy_(scaled.to(torch.float8_e4m3fn).view(torch.uint8))
+
+    def _scales(self, span: Span) -> Tensor:
+        """The scale of each element."""
+        blocks = self.scales[span.start // BLOCK : -(-span.end // BLOCK)]
+        return blocks.repeat_interleave(BLOCK)[: span.size]
+
+
+class PackedPart(StatePart):
+    """Adam over states of fewer bits. ``has_remainders``: of the main weights; needs bf16 weights with such."""
+
+    def __init__(self, span: Span, weights: Tensor, dtypes: Dtypes, *, has_remainders: bool) -> None:
+        super().__init__(span, weights, dtypes)
+        self.has_remainders = has_remainders
+        self.states: tuple[Packed, Packed, Packed] = (
+            Remainders(weights) if has_remainders else PlainValues(self.main),
+            self._moment(self.first, is_square=False),
+            self._moment(self.second, is_square=True),
+        )
+        self.main = self.first = self.second = torch.empty(0)
+        self._loading: dict[str, Tensor] | None = None
+
+    def _moment(self, zeros: Tensor, *, is_square: bool) -> Packed:
+        if zeros.dtype == torch.float8_e4m3fn:
+            return Fp8Blocks(zeros.numel(), zeros.device, is_square=is_square)
+        return PlainValues(zeros)
+
+    @property
+    def flats(self) -> dict[str, Tensor]:
+        """Each kind of state, unpacked."""
+        if self._loading is not None:
+            return self._loading
+        everything = Span(0, self.span.size)
+        names = ("weight", "first_moment", "second_moment")
+        return {name: one.unpack(everything) for name, one in zip(names, self.states, strict=True)}
+
+    @property
+    def device_bytes(self) -> int:
+        """What the states take of the device's memory."""
+        main, first, second = self.states
+        return main.num_bytes * self.has_main + first.num_bytes + second.num_bytes
+
+    def begin_loading(self) -> None:
+        """Let :attr:`flats` be what is written to until :meth:`take_loaded`."""
+        self._loading = self.flats
+
+    def take_loaded(self, num_steps: int) -> None:
+        """As :meth:`StatePart.take_loaded`."""
+        self.num_steps.fill_(num_steps)
+        flats, self._loading = self.flats, None
+        for one, values in zip(self.states, flats.values(), strict=True):
+            one.pack(Span(0, self.span.size), values)
+        self._write_weights(Span(0, self.span.size), flats["weight"])
+
+    def take_weights(self) -> None:
+        """Begin from what was written into the model's weights."""
+        if self.has_main:
+            self.states[0].pack(Span(0, self.span.size), self.weights.to(torch.float32))
+
+    def step(self, grads: Tensor, decays: Sequence[DecaySpan], options: AdamOptions) -> None:
+        """One update by the gradients of everything that the optimizer updates."""
+        self.num_steps += 1
+        for chunk in self._chunks():
+            main, first, second = (one.unpack(chunk) for one in self.states)
+            shift = self.span.start + chunk.start
+            for span, decayed in cut_by_decay(decays, Span(shift, self.span.start + chunk.end), options):
+                own = span.after(shift)
+                values = own.inside(main), span.inside(grads), own.inside(first), own.inside(second)
+                adam_(AdamState(values[0], values[1], values[2], values[3], self.num_steps), decayed)
+            for one, updated in zip(self.states, (main, first, second), strict=True):
+                one.pack(chunk, updated)
+            self._write_weights(chunk, main)
+
+    def _write_weights(self, span: Span, main: Tensor) -> None:
+        if self.has_main and not self.has_remainders:
+            span.inside(self.weights).copy_(main)
+
+    def _chunks(self) -> Iterator[Span]:
+        for start in range(0, self.span.size, CHUNK):
+            yield Span(start, min(start + CHUNK, self.span.size))
