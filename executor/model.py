@@ -142,7 +142,7 @@ class ModelStage(nn.Module):
 
     def _loss(self, x_LH: Tensor, targets_T: Tensor, depth: int) -> Tensor:
         assert self.head_loss is not None
-        loss_T = self.head_loss(x_LH, targets_T)
+        loss_T: Tensor = self.head_loss(x_LH, targets_T)
         with scope("loss"):
             return loss_T.sum() if depth == 0 else (loss_T * (targets_T != NO_TARGET)).sum()
 
