@@ -19,7 +19,7 @@ PINNABLE = (
     "overlap_grad_reduce", "overlap_param_gather", "ep_overlap", "delay_wgrad", "shared_expert_overlap",
     "dispatch_sms", "routing", "cuda_graph", "fused_grouped_mlp", "permute_fusion", "router_fusion",
     "fp8_primary_weights", "fp8_attention", "tp_comm_overlap", "offload_layers", "offload_modules",
-    "offload_optimizer_states", "optimizer_cpu_frac",
+    "offload_optimizer_states", "optimizer_cpu_frac", "dp_replicate", "main_weight_remainders",
 )  # fmt: skip
 
 # Left free by default: memory predictions of published runs are within 2 % at the median, and allocators need room.

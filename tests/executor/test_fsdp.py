@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 import torch
 
+from moeplan.executor.decoder_layer import DecoderLayer
 from moeplan.executor.fsdp import ShardedBuffer
 from moeplan.executor.mesh import build_mesh
 from moeplan.executor.model import Embedding, HeadLoss, Transformer
+from moeplan.executor.mtp import MtpLayer
 from moeplan.executor.train import Trainer
 from moeplan.executor.units import class_units, layer_units
 from moeplan.hwprofiles.load import load_profile
@@ -73,9 +75,7 @@ def test_bytes_of_a_rank_are_the_simulators(pool: GlooPool, model: str, changes:
 def most_whole(rank: int, changes: dict[str, Any]) -> dict[str, tuple[int, int]]:
     """Layers and matrices of the vocabulary with whole weights, or gradients, at once: most, and at the end."""
     trainer = build_trainer(rank, plan_of("gqa", changes), RUN)
-    layers = {
-        id(layer) for layer in (*trainer.model.layers, *(mtp for stage in trainer.model.stages for mtp in stage.mtp))
-    }
+    layers = {id(module) for module in trainer.model.modules() if isinstance(module, DecoderLayer | MtpLayer)}
     found: dict[str, list[ShardedBuffer]] = {"layers": [], "vocabulary": []}
     for one in trainer.optimizer.classes:
         if isinstance(one.buffer, ShardedBuffer) and not one.unit.is_expert:
