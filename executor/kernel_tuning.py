@@ -1,14 +1,15 @@
 """Which back end multiplies a plan's experts fastest on this GPU: measured before training, remembered on disk.
 
-Candidates take turns, so that a GPU under its power limit slows them alike. A choice is kept by device, versions and
-shape, so the next run of a shape starts at once.
+Each candidate runs alone, long enough for the power limit to set the clock that it can hold: in turns of a few calls a
+back end that draws more power looks faster than it is in a step. A choice is kept by device, versions and shape, so the
+next run of a shape starts at once.
 
 Shapes: E experts of this rank, R rows, H input width, F output width.
 """
 
 import json
+import math
 import os
-import statistics
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from moeplan.kernels.main_grad import MainGrad
 from moeplan.plan import Plan
 
 FOLDER_VARIABLE = "MOEPLAN_CACHE"
-_ROUNDS, _CALLS = 5, 3  # turns of each candidate, and calls in a turn
+_WINDOW_S = 0.25  # of load before the timed calls, and of these
 _LARGE_EXPERT_ROWS = 256  # below it one launch an expert costs more than its products: never a candidate
 Candidates = Mapping[str, Callable[[], object]]
 
@@ -64,8 +65,9 @@ def tune(plan: Plan, mesh: Mesh, device: torch.device) -> dict[str, str]:
             known[key] = _measure(shape, num_rows, device)
             write_text_atomically(path, json.dumps(known, indent=2, sort_keys=True) + "\n")
         for operation, times_s in known[key].items():
-            # A graph cannot wait for the host, which "by_expert" asks where experts begin.
-            allowed = [name for name in times_s if not (plan.cuda_graph and name == "by_expert")]
+            # "by_expert" asks the device where experts begin: a graph cannot, and overlapped work would wait with it.
+            barred = {"by_expert"} if plan.cuda_graph or plan.ep_overlap else set()
+            allowed = [name for name in times_s if name not in barred]
             choose(operation, shape, min(allowed, key=lambda name: times_s[name]))
     torch.cuda.empty_cache()
     return choices()
@@ -82,7 +84,9 @@ def _read(path: Path) -> dict[str, dict[str, dict[str, float]]]:
 
 def _key(shape: Shape, num_rows: int, device: torch.device) -> str:
     name = torch.cuda.get_device_name(device)
-    return f"{name}, torch {torch.__version__}, {'x'.join(map(str, shape))}, {num_rows} rows, bf16 into fp32"
+    return (
+        f"{name}, torch {torch.__version__}, {'x'.join(map(str, shape))}, {num_rows} rows, bf16 into fp32, under load"
+    )
 
 
 def _measure(shape: Shape, num_rows: int, device: torch.device) -> dict[str, dict[str, float]]:
@@ -100,7 +104,7 @@ def _measure(shape: Shape, num_rows: int, device: torch.device) -> dict[str, dic
     if triton_takes(main.total, x_RH):
         names += TRITON
     additions = {name: _addition(name, main, x_RH.detach(), grad_RF, offsets_E) for name in names}
-    return {grouped_gemm.OPERATION: take_turns(products), grouped_weight_grad.OPERATION: take_turns(additions)}
+    return {grouped_gemm.OPERATION: under_load(products), grouped_weight_grad.OPERATION: under_load(additions)}
 
 
 def _product(name: str, x_RH: Tensor, weight_EHF: Tensor, offsets_E: Tensor, grad_RF: Tensor) -> Callable[[], object]:
@@ -115,23 +119,25 @@ def _addition(name: str, main: MainGrad, x_RH: Tensor, grad_RF: Tensor, offsets_
     return lambda: add_grouped_weight_grad_(main, x_RH, grad_RF, offsets_E, backend=name)
 
 
-def take_turns(candidates: Candidates) -> dict[str, float]:
-    """Median seconds a call of each, in turns after a first call that compiles."""
-    for run in candidates.values():
-        run()
-    readings_s: dict[str, list[float]] = {name: [] for name in candidates}
-    for _ in range(_ROUNDS):
-        for name, run in candidates.items():
-            readings_s[name].append(_seconds(run))
-    return {name: statistics.median(times_s) for name, times_s in readings_s.items()}
+def under_load(candidates: Candidates) -> dict[str, float]:
+    """Seconds a call of each, after a window in which it alone has run."""
+    return {name: _seconds(run) for name, run in candidates.items()}
 
 
 def _seconds(run: Callable[[], object]) -> float:
+    run()  # compiles
+    num_calls = max(1, math.ceil(_WINDOW_S / max(_timed(run, 1), 1e-6)))
+    for _ in range(num_calls):
+        run()
+    return _timed(run, num_calls)
+
+
+def _timed(run: Callable[[], object], num_calls: int) -> float:
+    """Mean seconds of calls in a row, from the end of what was given before."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
     start.record()
-    for _ in range(_CALLS):
+    for _ in range(num_calls):
         run()
     end.record()
     end.synchronize()
-    return float(start.elapsed_time(end)) / 1000 / _CALLS
+    return float(start.elapsed_time(end)) / 1000 / num_calls

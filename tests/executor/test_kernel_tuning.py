@@ -57,6 +57,14 @@ def test_the_fastest_is_chosen_and_remembered(monkeypatch: pytest.MonkeyPatch) -
     assert len(measured) == 2
 
 
+def test_what_waits_for_the_device_is_not_chosen_for_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    times_s = {"grouped_gemm": {"torch": 2.0, "by_expert": 1.0}}
+    monkeypatch.setattr(kernel_tuning, "_measure", lambda *_: times_s)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
+    plan = PLAN.replace(cuda_graph=("full_iteration",))
+    assert set(tune(plan, build_mesh(plan.folding, 0), torch.device("cuda", 0)).values()) == {"torch"}
+
+
 def test_a_broken_cache_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     cache_path().write_text("{")
     monkeypatch.setattr(kernel_tuning, "_measure", lambda *_: {"grouped_gemm": {"torch": 1.0}})
@@ -67,8 +75,8 @@ def test_a_broken_cache_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.gpu
-def test_candidates_take_turns() -> None:
+def test_the_longer_of_two_takes_longer() -> None:
     x = torch.randn(2048, 2048, device="cuda")
     candidates: dict[str, Callable[[], object]] = {"short": lambda: x + 1, "long": lambda: [x @ x for _ in range(5)]}
-    times_s = kernel_tuning.take_turns(candidates)
+    times_s = kernel_tuning.under_load(candidates)
     assert 0 < times_s["short"] < times_s["long"]
