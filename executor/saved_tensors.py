@@ -43,7 +43,7 @@ def keeping(keeper: Keeper, *, drops: bool = False) -> Iterator[None]:
 def kept(tensor: Tensor) -> Restore:
     """Keep a tensor for backward as autograd would do it here; the result lives as long as the caller holds it."""
     packed = _pack(tensor)
-    return (lambda: tensor) if packed is tensor else cast("Restore", packed)
+    return (lambda: packed) if isinstance(packed, Tensor) else cast("Restore", packed)
 
 
 def storage_key(tensor: Tensor) -> int:
@@ -61,7 +61,8 @@ def _pack(tensor: Tensor) -> Any:
         restore = keeper(tensor)
         if restore is not None:
             return restore
-    return tensor
+    # An output kept as it is would hold the node that keeps it: a graph without a backward would never go.
+    return tensor if tensor.grad_fn is None else tensor.detach()
 
 
 def _unpack(packed: Any) -> Tensor:

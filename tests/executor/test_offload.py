@@ -68,6 +68,7 @@ def loss_of(model: Transformer) -> Tensor:
 
 
 def parked_storages() -> list[ParkedStorage]:
+    gc.collect()
     return [one for one in gc.get_objects() if type(one) is ParkedStorage]
 
 
