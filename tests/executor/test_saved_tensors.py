@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moeplan.executor.saved_tensors import Restore, is_parameter, kept, keeping, storage_key
+from moeplan.executor.saved_tensors import Restore, is_parameter, keeping, kept, storage_key
 
 
 def test_the_inner_keeper_is_asked_first_and_one_that_drops_before_both() -> None:
@@ -41,7 +41,7 @@ def test_what_is_given_back_is_what_gradients_use(num_backwards: int) -> None:
 
 
 def test_a_graph_without_backward_goes() -> None:
-    """torch's hooks make a cycle of an output that they give back as it is."""
+    """Torch's hooks make a cycle of an output that they give back as it is."""
     seen: list[weakref.ref[Tensor]] = []
     x = torch.randn(1, 2, 8, 4, requires_grad=True)
 
