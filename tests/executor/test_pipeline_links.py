@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moeplan.executor.mesh import build_mesh
-from moeplan.executor.pipeline_links import NUM_AHEAD, PipelineLinks
+from moeplan.executor.pipeline_links import NUM_AHEAD, Kind, PipelineLinks
 from moeplan.pipeline_order import rank_order
 from moeplan.plan import Plan
 from tests.executor.cases import tiny_plan
@@ -57,7 +57,7 @@ def crossing(rank: int, plan: Plan) -> list[float]:
     """Each rank sends all that it has before it asks for anything: a forward of every micro-batch, or a backward."""
     links, stage = links_of(rank, plan), rank
     hidden = (1, plan.tokens_per_rank, plan.model.hidden_size)
-    kinds = ("F", "B") if rank == 0 else ("B", "F")
+    kinds: tuple[Kind, Kind] = ("F", "B") if rank == 0 else ("B", "F")
     for index in range(plan.num_micro_batches):
         links.send(kinds[0], stage, torch.full(hidden, float(index), dtype=torch.float64))
     got = [float(links.receive(kinds[1], 1 - stage, index).mean()) for index in range(plan.num_micro_batches)]
