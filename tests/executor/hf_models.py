@@ -2,6 +2,9 @@
 
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from moeplan.model_spec import GqaAttention, Llama3Scaling, MlaAttention, ModelSpec, Moe, Router, YarnScaling
 
 GQA = GqaAttention(num_heads=4, num_kv_heads=2, head_dim=8)
@@ -89,3 +92,11 @@ MODELS = [
 def of_family(family: str) -> ModelSpec:
     """The first model of that family."""
     return next(one for one in MODELS if one.name == family)
+
+
+def spread(tensors: list[Tensor]) -> None:
+    """Far from fresh values, at which all logits are about the same."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for tensor in tensors:
+            tensor.add_(torch.randn(tensor.shape, generator=generator) * 0.2)

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from moeplan.executor.export_hf import export_hf
 from moeplan.executor.import_hf import HfWeights
@@ -15,17 +14,9 @@ from moeplan.hf_export import hf_config_of
 from moeplan.hf_folder import check_model, open_folder
 from moeplan.model_spec import ModelSpec
 from tests.executor.cases import tiny_plan
-from tests.executor.hf_models import MODELS
+from tests.executor.hf_models import MODELS, spread
 
 transformers = pytest.importorskip("transformers")
-
-
-def spread(tensors: list[Tensor]) -> None:
-    """Far from fresh values, at which all logits are about the same."""
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for tensor in tensors:
-            tensor.add_(torch.randn(tensor.shape, generator=generator) * 0.2)
 
 
 def same_logits(ours: Transformer, theirs: Any) -> None:

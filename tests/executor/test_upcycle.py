@@ -16,8 +16,7 @@ from moeplan.model_spec import ModelSpec, Moe, Router
 from moeplan.run_config import RunConfig
 from moeplan.upcycling import upcycling
 from tests.executor.cases import tiny_plan
-from tests.executor.hf_models import GQA, SIGMOID, of_family
-from tests.executor.test_hf_families import spread
+from tests.executor.hf_models import GQA, SIGMOID, of_family, spread
 
 DENSE = of_family("qwen3")
 
