@@ -94,13 +94,15 @@ class _QuantizedExperts(Function):
         ctx.rows, ctx.kind = rows, kind
         ctx.main_grads = main_grad_of(in_weight), main_grad_of(out_weight)
         kept = () if second.keeps_input else activation.turned
-        ctx.save_for_backward(probs_R, in_weight, out_weight, hidden_RG, *x.turned, *kept)
+        ctx.weights = in_weight, out_weight  # themselves: where others keep saved tensors, what is known of them is lost
+        ctx.save_for_backward(probs_R, hidden_RG, *x.turned, *kept)
         return _multiply(activation.as_is, out_weight, rows, is_forward=True)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_RH: Tensor) -> tuple[Tensor | None, ...]:
-        probs_R, in_weight, out_weight, hidden_RG, *kept = ctx.saved_tensors
+        probs_R, hidden_RG, *kept = ctx.saved_tensors
+        in_weight, out_weight = ctx.weights
         rows, kind = ctx.rows, ctx.kind
         first, second = _weight(in_weight), _weight(out_weight)
         x, activation = cast("Stored", tuple(kept[:3])), cast("Stored", tuple(kept[3:]))

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from moeplan.executor import quantized, quantized_experts
 from moeplan.executor.quantized import QuantizedWeight, expert_gemm, set_quantized
+from moeplan.executor.saved_tensors import keeping
 from moeplan.kernels.activation import ActivationKind, activation
 from tests.kernels.fp8_interpreter import exact_fp8
 
@@ -51,7 +52,7 @@ def test_the_fused_mlp_equals_its_parts(recipe: str, kind: ActivationKind, keeps
     for is_fused in (True, False):
         first, second = _weights(recipe, kind, keeps_input=keeps_input)
         x_RH, p_R = rows_RH.clone().requires_grad_(), probs_R.clone().requires_grad_()
-        with exact_fp8():
+        with exact_fp8(), keeping(lambda _: None):  # as in a layer that recomputes or offloads
             if is_fused:
                 assert quantized_experts.is_fused(first, second, kind)
                 y_RH = quantized_experts.quantized_experts(x_RH, p_R, offsets_E, (first, second), kind)
