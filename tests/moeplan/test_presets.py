@@ -69,7 +69,7 @@ def test_presets_have_the_published_parameters_and_flops(name: str) -> None:
 
 
 # Parameters in billions of the benchmark models, by hand: layers x (attention + experts x 3 x hidden x width) + heads.
-BENCHMARKS = {"h200-fine": 3.87, "h200-coarse": 4.62}
+BENCHMARKS = {"h200-fine": 3.87, "h200-coarse": 4.62, "h200-deepseek": 4.02}
 
 
 @pytest.mark.parametrize("name", sorted(BENCHMARKS))
