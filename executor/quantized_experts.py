@@ -94,7 +94,7 @@ class _QuantizedExperts(Function):
         ctx.rows, ctx.kind = rows, kind
         ctx.main_grads = main_grad_of(in_weight), main_grad_of(out_weight)
         kept = () if second.keeps_input else activation.turned
-        ctx.weights = in_weight, out_weight  # themselves: where others keep saved tensors, what is known of them is lost
+        ctx.weights = in_weight, out_weight  # themselves: what is known of a weight is lost where others keep it
         ctx.save_for_backward(probs_R, hidden_RG, *x.turned, *kept)
         return _multiply(activation.as_is, out_weight, rows, is_forward=True)
 
