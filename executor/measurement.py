@@ -20,10 +20,7 @@ from moeplan.units import TFLOP, format_bytes
 from moeplan.vocabulary import MemoryCategory, OpFamily
 
 _MAX_KERNEL_NAME = 100  # letters: templates go on for pages
-_NOTES = (
-    "activations hold logits and buffers too: the peak less everything else",
-    "gradients are reduced after the last backward and weights gathered after the update: no overlap",
-)
+_MEMORY_NOTE = "activations hold logits and buffers too: the peak less everything else"
 
 
 @dataclass(frozen=True)
@@ -70,6 +67,17 @@ def gather_figures(own: RankFigures, mesh: Mesh) -> list[RankFigures]:
     return gathered
 
 
+def _notes(plan: Plan) -> tuple[str, ...]:
+    """What a reader must know of these figures. Sharding over one rank sends nothing."""
+    notes = [_MEMORY_NOTE]
+    if plan.num_gpus > plan.tp * plan.pp:
+        if not plan.overlap_grad_reduce:
+            notes.append("gradients are reduced without overlap (overlap_grad_reduce)")
+        if not plan.overlap_param_gather:
+            notes.append("weights are gathered without overlap (overlap_param_gather)")
+    return tuple(notes)
+
+
 def make_figures(
     plan: Plan, run: RunConfig, ranks: list[RankFigures], record: TrainingRecord, device: torch.device
 ) -> Figures:
@@ -102,7 +110,7 @@ def make_figures(
         time_s=_mean_times([rank.family_times for rank in ranks]),
         error_bar_frac=spread_frac(timed_s),
         provenance=_provenance(plan, run, device) | _device_provenance(record, device),
-        notes=_NOTES,
+        notes=_notes(plan),
         step_times_s=tuple(timed_s),
         losses=tuple(record.losses),
         validation_losses=tuple(record.validation_losses),
