@@ -54,12 +54,12 @@ def _default(total_EHF: Tensor, x_TH: Tensor) -> str:
 
 
 def triton_takes(total_EHF: Tensor, x_TH: Tensor) -> bool:
-    """Whether the kernel's bulk copies work: Hopper or later, bf16 into fp32, H of whole tiles of 128."""
+    """Whether the kernel runs: on Hopper, whose shared memory its tiles fill, bf16 into fp32, whole 16-byte rows."""
     return (
         x_TH.is_cuda
         and x_TH.dtype == torch.bfloat16
         and total_EHF.dtype == torch.float32
-        and total_EHF.shape[1] % 128 == 0
+        and total_EHF.shape[1] % 8 == 0
         and total_EHF.shape[2] % 8 == 0
-        and torch.cuda.get_device_capability(x_TH.device)[0] >= 9
+        and torch.cuda.get_device_capability(x_TH.device)[0] == 9
     )
