@@ -27,7 +27,7 @@ from moeplan.plan import Plan
 
 FOLDER_VARIABLE = "MOEPLAN_CACHE"
 _WINDOW_S = 0.25  # of load before the timed calls, and of these
-_LARGE_EXPERT_ROWS = 256  # below it one launch an expert costs more than its products: never a candidate
+LARGE_EXPERT_ROWS = 256  # below it one launch an expert costs more than its products: never a candidate
 Candidates = Mapping[str, Callable[[], object]]
 
 
@@ -99,7 +99,7 @@ def _measure(shape: Shape, num_rows: int, device: torch.device) -> dict[str, dic
     grad_RF = torch.randn((num_rows, F), device=device).bfloat16()
     weight_EHF = torch.randn(shape, device=device).bfloat16()
     main = MainGrad(torch.zeros(shape, device=device), is_clear=False)
-    names = ["torch", "by_expert"] if num_rows >= _LARGE_EXPERT_ROWS * E else ["torch"]
+    names = ["torch", "by_expert"] if num_rows >= LARGE_EXPERT_ROWS * E else ["torch"]
     products = {name: _product(name, x_RH, weight_EHF, offsets_E, grad_RF) for name in names}
     if triton_takes(main.total, x_RH):
         names += TRITON

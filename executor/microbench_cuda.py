@@ -6,6 +6,7 @@ and attention by ``PHASE.QK_DIM.V_DIM``. Data are random: a product of zeros dra
 Shapes: M shorter output side, N longer, K inner, E experts, R rows, H width in, F width out, L length, D head width.
 """
 
+import statistics
 from collections.abc import Callable
 from functools import partial
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moeplan.executor.attention import core_attention
+from moeplan.executor.kernel_tuning import LARGE_EXPERT_ROWS
 from moeplan.executor.microbench_cuda_window import CudaWindow, graphed
 from moeplan.executor.microbench_window import Reading
 from moeplan.kernels.grouped_gemm import grouped_gemm as grouped
@@ -73,17 +75,21 @@ class _ThreeLayouts:
 
 
 def grouped_gemm(window: CudaWindow) -> list[Reading]:
-    """Both expert products of a SwiGLU layer through the executor's kernel, forward and both gradients together.
+    """Both expert products of a SwiGLU layer, forward and both gradients together, by the faster of the back ends.
 
-    At PHASE_ROWS each pass is also read apart, as ``grouped_gemm.PHASE.NUM_EXPERTS``.
+    Those are what ``kernel_tuning`` chooses from before a run. At PHASE_ROWS each pass is also read apart, as
+    ``grouped_gemm.PHASE.NUM_EXPERTS``, by grouped_mm.
     """
     readings = []
     for E, hidden, ffn in EXPERT_SHAPES:
         for rows in EXPERT_ROWS:
             steps = [_GroupedStep(E, rows, hidden, 2 * ffn), _GroupedStep(E, rows, ffn, hidden)]
             flops = sum(step.flops for step in steps)
-            both = partial(_run_all, [step.all_passes for step in steps])
-            readings.append(Reading(f"grouped_gemm.{E}", rows, window.rates(3 * flops, both, window.long_s)))
+            by_backend = []
+            for backend in ("torch", "by_expert") if rows >= LARGE_EXPERT_ROWS else ("torch",):
+                both = partial(_run_all, [partial(step.all_passes, backend) for step in steps])
+                by_backend.append(window.rates(3 * flops, both, window.long_s))
+            readings.append(Reading(f"grouped_gemm.{E}", rows, max(by_backend, key=statistics.median)))
             if rows == PHASE_ROWS:
                 for phase in ("forward", "input_gradient", "weight_gradient"):
                     one = partial(_run_all, [getattr(step, phase) for step in steps])
@@ -111,8 +117,8 @@ class _GroupedStep:
         self.of_input_RF = grouped(self.x_RH, self.weight_EHF.detach(), self.ends_E)
         self.of_weight_RF = grouped(self.x_RH.detach(), self.weight_EHF, self.ends_E)
 
-    def forward(self) -> Tensor:
-        return grouped(self.x_RH, self.weight_EHF, self.ends_E)
+    def forward(self, backend: str = "torch") -> Tensor:
+        return grouped(self.x_RH, self.weight_EHF, self.ends_E, backend=backend)
 
     def input_gradient(self) -> None:
         torch.autograd.grad(self.of_input_RF, self.x_RH, self.grad_RF, retain_graph=True)
@@ -120,8 +126,8 @@ class _GroupedStep:
     def weight_gradient(self) -> None:
         torch.autograd.grad(self.of_weight_RF, self.weight_EHF, self.grad_RF, retain_graph=True)
 
-    def all_passes(self) -> None:
-        torch.autograd.grad(self.forward(), (self.x_RH, self.weight_EHF), self.grad_RF)
+    def all_passes(self, backend: str) -> None:
+        torch.autograd.grad(self.forward(backend), (self.x_RH, self.weight_EHF), self.grad_RF)
 
 
 def attention(window: CudaWindow) -> list[Reading]:

@@ -18,6 +18,10 @@ def add_weight_grad_(main: MainGrad, grad_TO: Tensor, x_TI: Tensor) -> None:
     never rounded to 16 bits. Elsewhere the product is made and added.
     """
     total_OI = main.total
+    if main.is_clear and total_OI.dtype == x_TI.dtype:
+        torch.mm(grad_TO.t(), x_TI, out=total_OI)
+        main.is_clear = False
+        return
     if not (total_OI.is_cuda and total_OI.dtype == torch.float32 and x_TI.dtype in _HALF):
         main.add_(grad_TO.t() @ x_TI)
         return
