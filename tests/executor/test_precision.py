@@ -19,10 +19,9 @@ from tests.executor.gloo_pool import GlooPool, gloo_pool
 from tests.executor.precision_cases import GQA, MLA, low_plan
 
 NUM_STEPS = 20
-RUN = RunConfig(steps=NUM_STEPS, lr=3e-3, lr_warmup_steps=2)
-# Largest distance of a step's loss from bf16's. Fresh weights see one batch of bytes after another, and the loss falls
-# from 5.6 to 3; four runs of bf16 that differ in seed alone lie within 3 %.
-BAND = {"fp8_delayed": 0.03, "fp8_current": 0.01, "fp8_blockwise": 0.01, "mxfp8": 0.01, "nvfp4": 0.04}
+RUN = RunConfig(steps=NUM_STEPS, lr=1e-3, lr_warmup_steps=2)
+# Largest distance of a step's loss from bf16's, about twice what was seen (0.25, 0.07, 0.06, 0.13 and 0.47 %).
+BAND = {"fp8_delayed": 0.005, "fp8_current": 0.002, "fp8_blockwise": 0.002, "mxfp8": 0.003, "nvfp4": 0.01}
 
 
 @cache
@@ -35,7 +34,7 @@ def _losses(model_name: str, precision: str) -> list[float]:
 def test_the_loss_follows_bf16(precision: str) -> None:
     expected = _losses(GQA.name, "bf16")
     got = _losses(GQA.name, precision)
-    assert expected[-1] < 0.7 * expected[0]
+    assert expected[-1] < 0.75 * expected[0]
     assert got != expected  # something was quantized
     assert max(abs(one / other - 1) for one, other in zip(got, expected, strict=True)) < BAND[precision]
 
@@ -138,7 +137,7 @@ def test_foldings_follow_one_process(pool: GlooPool, folding: dict[str, object])
     changes = {"precision": "fp8_current", **folding}
     plan = low_plan(GQA, 2, **changes)
     got = pool.run(run_steps, plan, RUN, 4)[0].losses
-    assert got == pytest.approx(_losses(GQA.name, "fp8_current")[:4], rel=5e-3)
+    assert got == pytest.approx(_losses(GQA.name, "fp8_current")[:4], rel=2e-3)
 
 
 # The norm is summed buffer by buffer, and primary weights have buffers of their own: clips would differ in a last bit.
