@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -139,8 +140,8 @@ def evaluated(rank: int, plan: Plan, run: RunConfig) -> float:
     return build_trainer(rank, plan, run).evaluate()
 
 
-@pytest.mark.parametrize("folding", [{"tp": 2}, {"ep": 2}, {"pp": 2}])
-def test_validation_does_not_depend_on_the_folding(pool: GlooPool, folding: dict[str, int]) -> None:
+@pytest.mark.parametrize("folding", [{"tp": 2}, {"ep": 2}, {"pp": 2}, {"sharding": "full"}])
+def test_validation_does_not_depend_on_the_folding(pool: GlooPool, folding: dict[str, Any]) -> None:
     run = RunConfig(eval_every=1)
     expected = build_trainer(0, tiny_plan(GQA_MODEL, 1), run).evaluate()
     assert pool.run(evaluated, tiny_plan(GQA_MODEL, 2, **folding), run) == pytest.approx([expected] * 2, rel=1e-12)
