@@ -50,7 +50,11 @@ REST: dict[str, tuple[int, str, dict[str, Any]]] = {
     "tp2 etp2 ep2": (4, "gqa", {"tp": 2, "ep": 2, "etp": 2, "ep_overlap": True, "delay_wgrad": True}),
     "cp2 tp2, ep4": (4, "gqa", {"cp": 2, "tp": 2, "ep": 4, "ep_overlap": True, "delay_wgrad": True}),
     "cp2 heads split, ep4": (4, "gqa", {"cp": 2, "cp_comm": "a2a", "ep": 4, "ep_overlap": True}),
-    "ep4, tokens gathered": (4, "gqa", {"ep": 4, "dispatcher": "allgather", "ep_overlap": True, "delay_wgrad": True}),
+    "ep4, one copy a rank, delayed": (
+        4,
+        "windowed",
+        {"ep": 4, "dispatcher": "flex", "flex_backend": "torch", "ep_overlap": True, "delay_wgrad": True},
+    ),
     "tp2 etp2, one copy a rank": (
         4,
         "gqa",
