@@ -54,6 +54,9 @@ def _plan_limits(plan: Plan) -> Iterator[tuple[str, object, str, str]]:
         yield "echo_slots", plan.echo_slots, "it with plain experts without biases", "leave echo_slots out"
     if plan.cuda_graph:
         yield from _graph_limits(plan)
+    if plan.offload_modules and PRECISIONS[plan.precision].quantized_bytes is not None:
+        allowed = "offload_modules where modules keep their inputs as they are"
+        yield "offload_modules", list(plan.offload_modules), allowed, "use offload_layers, or precision bf16"
     if plan.fp8_primary_weights:
         yield from _primary_weight_limits(plan)
     for key in _DEFAULT_ONLY:

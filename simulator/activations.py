@@ -133,6 +133,9 @@ def _kept_bytes(
     )
 
 
+_QUANTIZED: frozenset[Storage] = frozenset({"quantized", "quantized_copy"})
+
+
 @lru_cache(maxsize=16384)
 def _saved_tensors(setting: _Setting) -> tuple[SavedTensor, ...]:
     sizes = sizes_of(
@@ -157,7 +160,7 @@ def _saved_tensors(setting: _Setting) -> tuple[SavedTensor, ...]:
                         size_bytes=size_bytes,
                         dropped_by=row.dropped_by,
                         kept_by_full=row.kept_by_full,
-                        is_quantized=row.storage == "quantized" and precision.quantized_bytes is not None,
+                        is_quantized=row.storage in _QUANTIZED and precision.quantized_bytes is not None,
                         offloaded_by=row.offloaded_by,
                     )
                 )
@@ -190,5 +193,6 @@ def _element_bytes(storage: Storage, name: PrecisionName) -> float:
         "int32": 4.0,
         "byte": 1.0,
         "delayed_copy": 1.0 if name == "fp8_delayed" else 0.0,
+        "quantized_copy": precision.quantized_bytes or 0.0,
     }
     return widths[storage]

@@ -6,7 +6,7 @@ which is the same number of elements. Rows without elements (say, of a rank the 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from moeplan.model_spec import MlaAttention, ModelSpec
@@ -33,8 +33,11 @@ Component = Literal[
 # activation: the recipe's activation type. quantized: the low-precision type of the recipe, where it has one, because
 # the linear that reads the tensor stores its quantized input. fp32_copy: of a tensor kept anyway, nothing where
 # activations are as wide. delayed_copy: quantized beside a tensor kept anyway, under delayed scaling alone, whose
-# linears cannot start from the original. The others: that type in every recipe.
-Storage = Literal["activation", "quantized", "fp32", "int64", "int32", "byte", "fp32_copy", "delayed_copy"]
+# linears cannot start from the original. quantized_copy: the same under every low-precision recipe. The others: that
+# type in every recipe.
+Storage = Literal[
+    "activation", "quantized", "fp32", "int64", "int32", "byte", "fp32_copy", "delayed_copy", "quantized_copy"
+]
 TableName = Literal["megatron", "native", "torchtitan", "korthikanti-2022"]
 Section = Literal["attention", "dense", "moe", "mtp", "loss"]
 
@@ -245,14 +248,22 @@ _LOSS = (
 # The executor, counted by hooks on what its autograd saves (tests/executor/test_saved_bytes.py). Against Megatron's:
 # under a QK norm one storage holds query, key and value as projected (views of it keep the whole), the latent down
 # projection's holds the rotary part of the key as well, and the permutation is two indices and not a map of experts.
+# In low precision each linear keeps its input quantized, beside the input where something else keeps that.
 _NATIVE_ATTENTION = (
     _INPUT,
-    Row("input norm output", "norms", lambda z: z.hidden, dropped_by=("layernorm",), offloaded_by="qkv_linear"),
+    Row("input norm output", "norms", lambda z: z.hidden, "quantized", ("layernorm",), offloaded_by="qkv_linear"),
+    Row(
+        "input of the second latent projection",
+        "attention",
+        lambda z: z.hidden * (z.kv_rank > 0),
+        "quantized_copy",
+        ("layernorm",),
+    ),
     Row("norm statistics", "norms", lambda z: 2 + z.inner_norms, "fp32"),
     Row("query down-projection output", "attention", lambda z: z.q_rank),
-    Row("query norm output", "attention", lambda z: z.q_rank),
+    Row("query norm output", "attention", lambda z: z.q_rank, "quantized"),
     Row("key-value down-projection output", "attention", lambda z: z.kv_down),
-    Row("key-value norm output", "attention", lambda z: z.kv_rank),
+    Row("key-value norm output", "attention", lambda z: z.kv_rank, "quantized"),
     Row("query, key and value as projected", "attention", lambda z: z.fused_qkv * z.qk_norm),
     Row("query", "attention", lambda z: z.query, dropped_by=("mla_up_proj",), offloaded_by="core_attn"),
     Row("key", "attention", lambda z: z.key, dropped_by=("mla_up_proj",), offloaded_by="core_attn"),
@@ -264,6 +275,7 @@ _NATIVE_ATTENTION = (
         offloaded_by="core_attn",
     ),
     Row("attention output", "attention", lambda z: z.attended, offloaded_by="attn_proj"),
+    Row("input of the output projection", "attention", lambda z: z.attended, "quantized_copy"),
     Row(
         "softmax log-sum-exp",
         "attention",
@@ -281,15 +293,35 @@ _NATIVE_ATTENTION = (
     ),
     Row("softmax output", "attention", lambda z: z.scores, "fp32", ("core_attn",)),
     Row("residual after attention", "norms", lambda z: z.hidden, offloaded_by="mlp_norm"),
-    Row("pre-MLP norm output", "norms", lambda z: z.hidden, dropped_by=("layernorm",)),
+)
+_NATIVE_DENSE = (Row("pre-MLP norm output", "norms", lambda z: z.hidden, "quantized", ("layernorm",)), *_DENSE)
+_NATIVE_SHARED = (
+    Row(
+        "input of the shared expert",
+        "shared_experts",
+        lambda z: z.hidden * (z.shared > 0),
+        "quantized_copy",
+        ("layernorm", "shared_experts", "moe"),
+    ),
+    Row(
+        "shared FC1 output",
+        "shared_experts",
+        lambda z: z.projections * z.shared,
+        dropped_by=("shared_experts", "moe"),
+    ),
+    *_SHARED[1:],
+)
+_NATIVE_EXPERTS = tuple(
+    replace(row, storage="quantized") if row.name == "expert activation output" else row for row in _EXPERTS
 )
 _NATIVE_MOE = (
+    Row("pre-MLP norm output", "norms", lambda z: z.hidden, dropped_by=("layernorm",)),  # the router's input as well
     Row("router scores", "router", lambda z: z.router_scores * z.experts, "fp32", ("moe",)),
     Row("router probabilities", "router", lambda z: 2 * z.top_k + (z.top_k > 1), "fp32", ("moe",)),
     Row("chosen experts", "router", lambda z: z.top_k, "int64", ("moe",)),
     Row("permutation indices", "router", lambda z: 2 * z.top_k, "int32", ("moe",)),
-    *_SHARED,
-    *_EXPERTS,
+    *_NATIVE_SHARED,
+    *_NATIVE_EXPERTS,
 )
 # The final norm's output is the hidden input of the first depth, and each depth's that of the next: kept once.
 _NATIVE_LOSS = (
@@ -371,7 +403,7 @@ TABLES: dict[TableName, dict[Section, tuple[Row, ...]]] = {
     "megatron": {"attention": _ATTENTION, "dense": _DENSE, "moe": _MOE, "mtp": _MTP, "loss": _LOSS},
     "native": {
         "attention": _NATIVE_ATTENTION,
-        "dense": _DENSE,
+        "dense": _NATIVE_DENSE,
         "moe": _NATIVE_MOE,
         "mtp": _NATIVE_MTP,
         "loss": _NATIVE_LOSS,
