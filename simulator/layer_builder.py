@@ -26,7 +26,8 @@ class LayerBuilder:
     def gemm_frac(self, dtype: str) -> float:
         """Rate of the stack's GEMMs of that format over the machine's readings."""
         time = self.stack.time
-        return time.gemm_frac.value * (time.fp8_gemm_frac.value if dtype == "fp8" else 1.0)
+        own = {"fp8": time.fp8_gemm_frac, "fp8_block": time.fp8_block_gemm_frac}.get(dtype)
+        return time.gemm_frac.value * (1.0 if own is None else own.value)
 
     def gemm(
         self,
