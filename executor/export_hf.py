@@ -80,12 +80,14 @@ def export_hf(
 
 
 def sharded_weights(optimizer: ChainedOptimizer) -> Iterator[TensorSlice]:
-    """The parts of weights that this rank updates, which under full sharding are all that it holds."""
+    """The parts of weights that this rank updates, in the compute type.
+
+    Under full sharding they are all that it holds, and of FP8 primary weights they are rounded from the main ones.
+    """
     for one in optimizer.classes:
         updated, buffer = one.buffer.updated, one.buffer
-        yield from buffer_slices(
-            buffer, updated.overlap(Span(0, buffer.num_elements)), buffer.updated_weights, updated.start
-        )
+        weights = buffer.updated_weights.to(buffer.weights.dtype)
+        yield from buffer_slices(buffer, updated.overlap(Span(0, buffer.num_elements)), weights, updated.start)
 
 
 def _parameter_slices(model: Transformer) -> Iterator[TensorSlice]:

@@ -101,7 +101,8 @@ def run_rank(plan_path: Path, run_path: Path | None, out_path: Path) -> None:
         record = _train(trainer, rank, resident_before_bytes)
         ranks = gather_figures(measure_rank(trainer, record, resident_before_bytes), mesh)
         if run.export_hf:
-            weights = sharded_weights(trainer.optimizer) if plan.sharding == "full" else None
+            in_parts = plan.sharding == "full" or plan.fp8_primary_weights
+            weights = sharded_weights(trainer.optimizer) if in_parts else None
             export_hf(plan, mesh, trainer.model, Path(run.export_hf), weights=weights)
         if rank == 0:
             figures = make_figures(plan, run, ranks, record, device)

@@ -2,16 +2,19 @@
 
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
 
+from moeplan.executor.export_hf import export_hf, sharded_weights
 from moeplan.executor.mesh import plan_mesh
 from moeplan.executor.model import Transformer
 from moeplan.executor.quantized import QuantizedWeight, quantized_linear, quantized_of, set_quantized
+from moeplan.executor.train import Trainer
 from moeplan.kernels.main_grad import MainGrad, set_main_grad
 from moeplan.kernels.recipes import RECIPES
-from moeplan.model_spec import ModelSpec
+from moeplan.model_spec import ModelSpec, Router
 from moeplan.plan import Plan
 from moeplan.run_config import RunConfig
 from tests.executor.cases import Part, build_trainer, run_steps
@@ -182,3 +185,49 @@ def test_ranks_quantize_their_parts_of_primary_weights_as_a_whole(
     copied = pool.run(run_steps, plan, UNCLIPPED, 2)
     primary = pool.run(run_steps, plan.model_copy(update={"fp8_primary_weights": True}), UNCLIPPED, 2)
     assert [one.losses for one in primary] == [one.losses for one in copied]
+
+
+@pytest.mark.parametrize("before,after", [(False, True), (True, False)])
+def test_a_run_goes_on_with_or_without_primary_weights(tmp_path: Path, before: bool, after: bool) -> None:
+    def trainer(run: RunConfig, *, is_primary: bool) -> Trainer:
+        plan = low_plan(GQA, 1, precision="fp8_current", fp8_primary_weights=is_primary)
+        return build_trainer(0, plan, run)
+
+    whole = trainer(UNCLIPPED, is_primary=before)
+    expected = [whole.step(number).loss for number in range(4)]
+    saving = UNCLIPPED.model_copy(update={"save_folder": str(tmp_path)})
+    first = trainer(saving, is_primary=before)
+    losses = [first.step(number).loss for number in range(2)]
+    assert first.checkpoints is not None
+    first.checkpoints.save(2)
+    first.checkpoints.wait()
+    second = trainer(saving.model_copy(update={"resume": True}), is_primary=after)
+    second.resume()
+    assert losses + [second.step(number).loss for number in (2, 3)] == expected
+
+
+def test_primary_weights_are_exported_in_bf16(tmp_path: Path) -> None:
+    moe = GQA.moe
+    assert moe is not None
+    plain = moe.model_copy(update={"router": Router(), "shared_ffn_size": 0})
+    model = GQA.model_copy(update={"moe": plain, "num_dense_layers": 0})  # Mixtral, a family that can be exported
+    folders = []
+    for is_primary in (False, True):
+        plan = low_plan(model, 1, precision="fp8_current", fp8_primary_weights=is_primary)
+        trainer = build_trainer(0, plan, UNCLIPPED)
+        trainer.step(0)
+        weights = sharded_weights(trainer.optimizer) if is_primary else None
+        export_hf(plan, trainer.mesh, trainer.model, tmp_path / str(is_primary), weights=weights)
+        folders.append(_tensors(tmp_path / str(is_primary)))
+    copied, primary = folders
+    assert primary.keys() == copied.keys()
+    assert all(torch.equal(primary[name], copied[name]) for name in copied)
+
+
+def _tensors(folder: Path) -> dict[str, torch.Tensor]:
+    safetensors = pytest.importorskip("safetensors.torch")
+    found: dict[str, torch.Tensor] = {}
+    for file in folder.glob("*.safetensors"):
+        found |= safetensors.load_file(file)
+    assert found
+    return found
