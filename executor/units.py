@@ -23,9 +23,15 @@ class Unit:
 
 
 def class_units(model: Transformer) -> list[Unit]:
-    """All dense parameters, and all those of experts, where a rank has any."""
-    by_class = ([entry for entry in model.table.entries if entry.is_expert == expert] for expert in (False, True))
-    return [Unit((), tuple(entries)) for entries in by_class if entries]
+    """All dense parameters, and all those of experts, where a rank has any.
+
+    What other pipeline ranks hold as well is apart: beside different numbers of other parameters, the parts of it that
+    ranks update would begin and end elsewhere on each.
+    """
+    found: dict[tuple[bool, bool], list[Entry]] = {}
+    for entry in model.table.entries:
+        found.setdefault((entry.is_expert, not entry.is_shared), []).append(entry)
+    return [Unit((), tuple(entries)) for _, entries in sorted(found.items(), key=lambda item: item[0])]
 
 
 def layer_units(model: Transformer) -> list[Unit]:

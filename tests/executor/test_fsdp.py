@@ -19,7 +19,7 @@ from moeplan.run_config import RunConfig
 from moeplan.simulator.memory import memory_by_rank
 from moeplan.simulator.stack import load_stack
 from tests.executor.cases import build_trainer, tiny_plan
-from tests.executor.folding_cases import MODELS
+from tests.executor.folding_cases import MODELS, Ran, assert_same_run, ran
 from tests.executor.gloo_pool import GlooPool, gloo_pool
 
 RUN = RunConfig(lr=3e-3)
@@ -185,3 +185,17 @@ def written(rank: int, changes: dict[str, Any]) -> list[bool]:
 def test_weights_can_be_written_whole(pool: GlooPool) -> None:
     for changes in ({"sharding": "full", "precision": "bf16"}, {"precision": "bf16", "optimizer_cpu_frac": 0.5}):
         assert all(all(found) for found in pool.run(written, changes))
+
+
+def trained_by_class(rank: int, num_gpus: int, changes: dict[str, Any]) -> Ran:
+    """Steps of a model whose embedding, which is its head too, is most of it."""
+    model = MODELS["mla"].model_copy(update={"vocab_size": 2048})
+    trainer = build_trainer(rank, tiny_plan(model, num_gpus, **changes), RUN)
+    results = [trainer.step(number) for number in range(2)]
+    return ran(trainer, [result.loss for result in results], [result.grad_norm for result in results])
+
+
+def test_what_pipeline_ranks_share_is_cut_alike_on_each(pool: GlooPool) -> None:
+    """Their other parameters are not equally many, and the parts that are updated go through the embedding."""
+    changes = {"pp": 2, "sharding": "optimizer", "overlap_grad_reduce": False, "overlap_param_gather": False}
+    assert_same_run(trained_by_class(0, 1, {}), pool.run(trained_by_class, 4, changes))
