@@ -79,6 +79,15 @@ def export_hf(
     writer.finish(config)
 
 
+def export_trained(plan: Plan, mesh: Mesh, model: Transformer, optimizer: ChainedOptimizer, folder: Path) -> None:
+    """:func:`export_hf` after training: of weights that live in parts or in FP8, what this rank updates, or whole."""
+    if plan.sharding == "full":
+        export_hf(plan, mesh, model, folder, weights=sharded_weights(optimizer))
+    else:
+        with optimizer.whole_weights():
+            export_hf(plan, mesh, model, folder)
+
+
 def sharded_weights(optimizer: ChainedOptimizer) -> Iterator[TensorSlice]:
     """The parts of weights that this rank updates, in the compute type.
 

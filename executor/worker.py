@@ -24,7 +24,7 @@ from moeplan.errors import InvalidInputError, MoeplanError, OutOfMemoryError
 from moeplan.executor.check import check_graph, check_run, check_supported, check_world
 from moeplan.executor.data import open_tokens
 from moeplan.executor.determinism import make_deterministic
-from moeplan.executor.export_hf import export_hf, sharded_weights
+from moeplan.executor.export_hf import export_trained
 from moeplan.executor.failure import (
     LAUNCHER_VARIABLE,
     Failure,

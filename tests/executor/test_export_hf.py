@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moeplan.errors import InvalidInputError
 from moeplan.executor.check import check_export
-from moeplan.executor.export_hf import export_hf, sharded_weights, write_part
+from moeplan.executor.export_hf import export_hf, export_trained, write_part
 from moeplan.executor.mesh import build_mesh
 from moeplan.executor.model import Transformer
 from moeplan.hf_layout import checkpoint_places
@@ -61,8 +61,7 @@ def export(rank: int, plan: Plan, folder: str) -> None:
 
 def export_sharded(rank: int, plan: Plan, folder: str) -> None:
     trainer = build_trainer(rank, plan, RunConfig(seed=7))
-    weights = sharded_weights(trainer.optimizer)
-    export_hf(plan, trainer.mesh, trainer.model, Path(folder), weights=weights, max_file_bytes=20_000)
+    export_trained(plan, trainer.mesh, trainer.model, trainer.optimizer, Path(folder))
 
 
 def read(folder: Path) -> dict[str, Tensor]:
@@ -100,6 +99,28 @@ def test_fully_sharded_weights_are_exported_from_where_they_lie(
     pool.run(export_sharded, tiny_plan(model, 2, precision="fp32", sharding="full"), str(tmp_path / "two"))
     got = read(tmp_path / "two")
     for name, weight in read(tmp_path / "one").items():
+        torch.testing.assert_close(got[name], weight, rtol=0, atol=0, msg=name)
+
+
+WIDE = QWEN.model_copy(
+    update={
+        "hidden_size": 128,
+        "dense_ffn_size": 128,
+        "moe": Moe(num_experts=4, top_k=2, expert_ffn_size=128),
+    }
+)
+
+
+@pytest.mark.parametrize("sharding", ["none", "optimizer"])
+def test_weights_that_live_in_fp8_are_exported_as_they_are_trained(
+    sharding: str, pool: GlooPool, tmp_path: Path
+) -> None:
+    changes = {"precision": "fp8_current", "sharding": sharding}
+    export(0, tiny_plan(WIDE, 1, **changes), str(tmp_path / "one"))
+    pool.run(export_sharded, tiny_plan(WIDE, 2, fp8_primary_weights=True, **changes), str(tmp_path / "two"))
+    got, expected = read(tmp_path / "two"), read(tmp_path / "one")
+    assert got.keys() == expected.keys()
+    for name, weight in expected.items():
         torch.testing.assert_close(got[name], weight, rtol=0, atol=0, msg=name)
 
 
