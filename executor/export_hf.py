@@ -80,12 +80,9 @@ def export_hf(
 
 
 def export_trained(plan: Plan, mesh: Mesh, model: Transformer, optimizer: ChainedOptimizer, folder: Path) -> None:
-    """:func:`export_hf` after training: of weights that live in parts or in FP8, what this rank updates, or whole."""
-    if plan.sharding == "full":
-        export_hf(plan, mesh, model, folder, weights=sharded_weights(optimizer))
-    else:
-        with optimizer.whole_weights():
-            export_hf(plan, mesh, model, folder)
+    """:func:`export_hf` after training: what this rank updates where parameters have no storage between uses."""
+    in_parts = plan.sharding == "full" or plan.fp8_primary_weights
+    export_hf(plan, mesh, model, folder, weights=sharded_weights(optimizer) if in_parts else None)
 
 
 def sharded_weights(optimizer: ChainedOptimizer) -> Iterator[TensorSlice]:

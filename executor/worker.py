@@ -101,9 +101,7 @@ def run_rank(plan_path: Path, run_path: Path | None, out_path: Path) -> None:
         record = _train(trainer, rank, resident_before_bytes)
         ranks = gather_figures(measure_rank(trainer, record, resident_before_bytes), mesh)
         if run.export_hf:
-            in_parts = plan.sharding == "full" or plan.fp8_primary_weights
-            weights = sharded_weights(trainer.optimizer) if in_parts else None
-            export_hf(plan, mesh, trainer.model, Path(run.export_hf), weights=weights)
+            export_trained(plan, mesh, trainer.model, trainer.optimizer, Path(run.export_hf))
         if rank == 0:
             figures = make_figures(plan, run, ranks, record, device)
             write_text_atomically(out_path, figures.model_dump_json(indent=2) + "\n")

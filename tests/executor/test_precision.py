@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moeplan.executor.export_hf import export_hf, sharded_weights
+from moeplan.executor.export_hf import export_trained
 from moeplan.executor.mesh import plan_mesh
 from moeplan.executor.model import Transformer
 from moeplan.executor.quantized import QuantizedWeight, quantized_linear, quantized_of, set_quantized
@@ -216,8 +216,7 @@ def test_primary_weights_are_exported_in_bf16(tmp_path: Path) -> None:
         plan = low_plan(model, 1, precision="fp8_current", fp8_primary_weights=is_primary)
         trainer = build_trainer(0, plan, UNCLIPPED)
         trainer.step(0)
-        weights = sharded_weights(trainer.optimizer) if is_primary else None
-        export_hf(plan, trainer.mesh, trainer.model, tmp_path / str(is_primary), weights=weights)
+        export_trained(plan, trainer.mesh, trainer.model, trainer.optimizer, tmp_path / str(is_primary))
         folders.append(_tensors(tmp_path / str(is_primary)))
     copied, primary = folders
     assert primary.keys() == copied.keys()
