@@ -114,6 +114,8 @@ class ClassOptimizer:
         """Begin the next step."""
         with scope("optimizer"):
             self.buffer.clear_grads()
+            for part in self.parts:
+                part.send_away()
         self.grads = torch.empty(0)
 
     @property

@@ -48,6 +48,9 @@ class StatePart:
     def fetch(self) -> None:
         """Begin to bring here what waits on the host."""
 
+    def send_away(self) -> None:
+        """Back to the host with what was fetched for an update that was left out."""
+
     def begin_loading(self) -> None:
         """Let :attr:`flats` be what is written to until :meth:`take_loaded`."""
 
@@ -87,7 +90,7 @@ class OffloadedPart(StatePart):
         self._stream = torch.cuda.Stream(weights.device) if weights.is_cuda else None
         self._host = [host_tensor(flat) for flat in self._here]
         self._is_here = True
-        self._leave()
+        self.send_away()
 
     @property
     def flats(self) -> dict[str, Tensor]:
@@ -119,9 +122,12 @@ class OffloadedPart(StatePart):
         if self._stream is not None:
             torch.cuda.current_stream(self.weights.device).wait_stream(self._stream)
         super().step(grads, decays, options)
-        self._leave()
+        self.send_away()
 
-    def _leave(self) -> None:
+    def send_away(self) -> None:
+        """Copy the states to the host and free their memory here."""
+        if not self._is_here:
+            return
         self._copy(self._host, self._here)
         for flat in self._here:
             if self._stream is not None:

@@ -79,6 +79,19 @@ def test_offloaded_states_hold_no_device_memory_between_steps() -> None:
     assert trainer.optimizer.state_bytes == 0
 
 
+def test_an_update_that_is_left_out_leaves_no_states_on_the_device() -> None:
+    changes = {"precision": "bf16", "offload_optimizer_states": True}
+    expected = trained(**changes)
+    trainer = trained(**changes)
+    for one in trainer.optimizer.classes:
+        one.reduce_grads()
+    trainer.optimizer.drop_grads()
+    for one, other in zip(trainer.optimizer.classes, expected.optimizer.classes, strict=True):
+        (part,), (kept,) = one.parts, other.parts
+        assert all(flat.untyped_storage().nbytes() == 0 for flat in (part.main, part.first, part.second))
+        torch.testing.assert_close(part.flats, kept.flats, rtol=0, atol=0)
+
+
 def test_moments_in_bf16_take_half_and_train_alike() -> None:
     plain, halved = trained(precision="bf16"), trained(precision="bf16", moment_dtype="bf16")
     num_elements = sum(one.buffer.num_elements for one in plain.optimizer.classes)
