@@ -11,12 +11,14 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from moeplan.errors import InvalidInputError
 from moeplan.executor.mesh import Mesh
 from moeplan.files import write_text_atomically
 from moeplan.kernels import grouped_gemm, grouped_weight_grad
@@ -47,23 +49,25 @@ def expert_shapes(plan: Plan, mesh: Mesh) -> list[Shape]:
     return [(num_local, model.hidden_size, width * (2 if model.is_gated else 1)), (num_local, width, model.hidden_size)]
 
 
-def tune(plan: Plan, mesh: Mesh, device: torch.device) -> dict[str, str]:
+def tune(plan: Plan, mesh: Mesh, device: torch.device, *, deterministic: bool = False) -> dict[str, str]:
     """Choose back ends for the plan's bf16 experts, from the cache or by measuring; nothing on a CPU.
 
-    Needs the memory of one layer's experts, so it belongs before the model is built. Ranks choose for themselves.
-    Returns all choices by operation.
+    Nor in a ``deterministic`` run: what is fastest may differ between two of them, and with it their rounding. Needs
+    the memory of one layer's experts, so it belongs before the model is built. Ranks choose for themselves. Returns all
+    choices by operation.
     """
     moe = plan.model.moe
-    if device.type != "cuda" or plan.precision != "bf16" or moe is None:
+    if deterministic or device.type != "cuda" or plan.precision != "bf16" or moe is None:
         return {}
-    num_rows = plan.tokens_per_rank * moe.top_k  # on average, whatever ep is
+    num_rows = plan.tokens_per_rank * moe.top_k * mesh.etp.size  # on average, whatever ep is
     path = cache_path()
     known = _read(path)
     for shape in expert_shapes(plan, mesh):
         key = _key(shape, num_rows, device)
         if key not in known:
             known[key] = _measure(shape, num_rows, device)
-            write_text_atomically(path, json.dumps(known, indent=2, sort_keys=True) + "\n")
+            with suppress(InvalidInputError):  # a folder that cannot be written costs the next run a second
+                write_text_atomically(path, json.dumps(known, indent=2, sort_keys=True) + "\n")
         for operation, times_s in known[key].items():
             # "by_expert" asks the device where experts begin: a graph cannot, and overlapped work would wait with it.
             barred = {"by_expert"} if plan.cuda_graph or plan.ep_overlap else set()

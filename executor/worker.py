@@ -89,7 +89,7 @@ def run_rank(plan_path: Path, run_path: Path | None, out_path: Path) -> None:
     try:
         mesh = plan_mesh(plan, rank)
         resident_before_bytes = resident_bytes()
-        chosen = tune(plan, mesh, device)
+        chosen = tune(plan, mesh, device, deterministic=run.deterministic)
         if rank == 0 and chosen:
             _report("kernels: " + ", ".join(f"{operation} by {backend}" for operation, backend in chosen.items()))
         trainer = Trainer(plan, run, mesh, tokens, device)

@@ -74,6 +74,22 @@ def test_a_broken_cache_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(json.loads(cache_path().read_text())) == 2
 
 
+def test_a_deterministic_run_keeps_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was fastest when one run measured need not be so when the next does."""
+    monkeypatch.setattr(kernel_tuning, "_measure", lambda *_: {"grouped_gemm": {"torch": 2.0, "by_expert": 1.0}})
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
+    assert tune(PLAN, build_mesh(PLAN.folding, 0), torch.device("cuda", 0), deterministic=True) == {}
+    assert choices() == {}
+
+
+def test_a_folder_that_cannot_be_written_ends_no_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "file"))
+    monkeypatch.setattr(kernel_tuning, "_measure", lambda *_: {"grouped_gemm": {"torch": 1.0}})
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
+    assert set(tune(PLAN, build_mesh(PLAN.folding, 0), torch.device("cuda", 0)).values()) == {"torch"}
+
+
 @pytest.mark.gpu
 def test_the_longer_of_two_takes_longer() -> None:
     x = torch.randn(2048, 2048, device="cuda")
