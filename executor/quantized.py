@@ -71,19 +71,20 @@ class QuantizedWeight:
         copies = self.copies(weight)
         return copies.as_is if self.is_input_first else copies.turned
 
-    def amax(self, x: Tensor, backend: QuantizedGemm, *, is_gradient: bool) -> Tensor | None:
+    def amax(self, x: Tensor, backend: QuantizedGemm, *, is_gradient: bool, is_training: bool) -> Tensor | None:
         """What scales x where one scale covers it; None: the recipe has blocks.
 
-        Under delayed scaling that of the last step (this one's until there is one), and x counts for the next. Ranks
-        do not share theirs, and a resumed run starts anew.
+        Under delayed scaling that of the last step (this one's until there is one), and in training x counts for the
+        next. Ranks do not share theirs, and a resumed run starts anew.
         """
         if self.recipe.scaling.block is not None:
             return None
         now = backend.amax(x)
         if not self.recipe.is_delayed:
             return now
-        before = self._amax.get(is_gradient)
-        self._amax[is_gradient] = now if before is None else torch.maximum(before, now)
+        if is_training:
+            before = self._amax.get(is_gradient)
+            self._amax[is_gradient] = now if before is None else torch.maximum(before, now)
         return self._last_amax.get(is_gradient, now)
 
     def end_step(self) -> None:
@@ -136,13 +137,20 @@ class _QuantizedLinear(Function):
     """Gathers the rows of a tensor-parallel group (of one: has them), and again in backward."""
 
     @staticmethod
-    def forward(ctx: Any, x_LI: Tensor, weight: Tensor, offsets_E: Tensor | None, group: Group | None) -> Tensor:
+    def forward(  # noqa: PLR0917 - autograd passes by position
+        ctx: Any,
+        x_LI: Tensor,
+        weight: Tensor,
+        offsets_E: Tensor | None,
+        group: Group | None,
+        is_training: bool,  # noqa: FBT001
+    ) -> Tensor:
         quantized = quantized_of(weight)
         assert quantized is not None
         ctx.quantized, ctx.group, ctx.main_grad = quantized, group, main_grad_of(weight)
         x_TI = _gathered(x_LI, group)
         ctx.rows = rows = _rows(x_TI, offsets_E)
-        pair = quantize_operand(quantized, weight, x_TI, rows, is_gradient=False)
+        pair = quantize_operand(quantized, weight, x_TI, rows, is_gradient=False, is_training=is_training)
         is_split = group is not None and group.size > 1
         if quantized.keeps_input or is_split:
             ctx.save_for_backward(weight, x_LI)
@@ -172,7 +180,7 @@ class _QuantizedLinear(Function):
             if len(saved) == 1:
                 x = quantize_operand(quantized, weight, _gathered(saved[0], group), rows, is_gradient=False).turned
             grad_weight = weight_gradient(quantized, weight, ctx.main_grad, x=x, grad=grad.turned, rows=rows)
-        return grad_x, grad_weight, None, None
+        return grad_x, grad_weight, None, None, None
 
 
 def _gathered(x_LI: Tensor, group: Group | None) -> Tensor:
@@ -187,19 +195,20 @@ def _rows(x_RI: Tensor, offsets_E: Tensor | None) -> PaddedRows:
 
 
 def quantize_operand(
-    quantized: QuantizedWeight, weight: Tensor, x_RC: Tensor, rows: PaddedRows, *, is_gradient: bool
-) -> Pair:
+    quantized: QuantizedWeight, weight: Tensor, x_RC: Tensor, rows: PaddedRows, *, is_gradient: bool,
+    is_training: bool = True,
+) -> Pair:  # fmt: skip
     """An input, or the gradient of an output, in both forms."""
     backend = quantized.backend(weight)
     with scope("permute" if quantized.is_input_first else "elementwise"):
-        amax = quantized.amax(x_RC, backend, is_gradient=is_gradient)
+        amax = quantized.amax(x_RC, backend, is_gradient=is_gradient, is_training=is_training)
         return backend.quantize_rows(x_RC, rows, quantized.recipe, is_gradient=is_gradient, amax=amax)
 
 
 def quantized_linear(x_LI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, group: Group | None = None) -> Tensor:
     """y_TO = x of every rank of ``group`` times a weight of :func:`set_quantized`."""
     with scope("dense_gemm"):
-        y_TO = cast("Tensor", _QuantizedLinear.apply(x_LI, weight_OI, None, group))
+        y_TO = cast("Tensor", _QuantizedLinear.apply(x_LI, weight_OI, None, group, torch.is_grad_enabled()))
         return y_TO if bias_O is None else y_TO + bias_O
 
 
@@ -207,4 +216,4 @@ def expert_gemm(x_RI: Tensor, weight_EIO: Tensor, offsets_E: Tensor) -> Tensor:
     """y_RO = rows times the weight of their expert, whose rows end at ``offsets_E``, in its precision."""
     if quantized_of(weight_EIO) is None:
         return grouped_gemm(x_RI, weight_EIO, offsets_E)
-    return cast("Tensor", _QuantizedLinear.apply(x_RI, weight_EIO, offsets_E, None))
+    return cast("Tensor", _QuantizedLinear.apply(x_RI, weight_EIO, offsets_E, None, torch.is_grad_enabled()))

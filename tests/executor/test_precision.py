@@ -100,6 +100,15 @@ def test_delayed_scaling_takes_the_magnitude_of_the_step_before() -> None:
     assert quantized_linear(4 * x_LI, weight, None).max() == 8.0
 
 
+def test_validation_does_not_scale_what_comes_after() -> None:
+    """Under delayed scaling magnitudes of held-out data do not count."""
+    plan, run = low_plan(GQA, 1, precision="fp8_delayed"), RUN.model_copy(update={"eval_every": 1})
+    plain, validated = (build_trainer(0, plan, run) for _ in range(2))
+    for number in range(3):
+        assert validated.step(number) == plain.step(number)
+        validated.evaluate()
+
+
 def test_weight_gradients_are_added_where_the_weight_has_a_main_gradient() -> None:
     generator = torch.Generator().manual_seed(0)
     weight = torch.nn.Parameter(torch.randn(32, 16, generator=generator).bfloat16())
