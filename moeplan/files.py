@@ -5,7 +5,7 @@ import os
 import tempfile
 import tomllib
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import tomli_w
 from pydantic import BaseModel, ValidationError
@@ -15,10 +15,10 @@ from moeplan.errors import InvalidInputError
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
 
-def read_text(path: Path) -> str:
-    """The text of a file, or InvalidInputError naming it."""
+def read_text(path: Path, *, errors: Literal["strict", "replace"] = "strict") -> str:
+    """The text of a file, without a byte order mark, or InvalidInputError naming it; ``errors`` as for ``open``."""
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig", errors=errors)
     except FileNotFoundError:
         raise InvalidInputError(f"file not found: {path}", "check the path") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -56,13 +56,14 @@ def validate(model_type: type[ModelT], data: Any, where: str) -> ModelT:
         silent = first["type"] in ("missing", "extra_forbidden") or isinstance(
             first.get("input"), dict | list | BaseModel
         )
-        got = "" if silent else f", got {_short(first.get('input'))}"
+        got = "" if silent else f", got {short(first.get('input'))}"
         more = f" ({len(problems) - 1} more problems)" if len(problems) > 1 else ""
         message = first["msg"].removeprefix("Value error, ")
         raise InvalidInputError(f"{where}: {key}{message}{got}{more}", "correct that key and try again") from None
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
+    """A value quoted for a message, as far as one line holds it."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 

@@ -9,6 +9,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from moeplan.record import Record
 
 LayerKind = Literal["dense", "moe"]
+MAX_LAYERS = 1024  # several times the deepest model there is; far more is a slip of the pen that no plan survives
 
 
 class GqaAttention(Record):
@@ -175,7 +176,7 @@ class ModelSpec(Record):
     """A whole model. Layers are numbered from 0; MTP layers follow the decoder."""
 
     name: str
-    num_layers: PositiveInt
+    num_layers: PositiveInt = Field(le=MAX_LAYERS)
     hidden_size: PositiveInt
     vocab_size: PositiveInt
     attention: Attention
@@ -185,7 +186,7 @@ class ModelSpec(Record):
     moe_layer_period: PositiveInt = Field(
         default=1, description="after the dense layers, the last of each such many is MoE"
     )
-    num_mtp_layers: int = Field(default=0, ge=0)
+    num_mtp_layers: int = Field(default=0, ge=0, le=MAX_LAYERS)
     mtp_loss_scaling_factor: float = 0.1
     tied_embeddings: bool = False
     activation: Literal["swiglu", "clamped_swiglu", "geglu", "gelu", "squared_relu"] = "swiglu"

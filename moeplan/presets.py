@@ -21,13 +21,14 @@ def load_model(name_or_path: str) -> ModelSpec:
     A preset wins over a file of the same name. Raises InvalidInputError for anything else.
     """
     name, path = name_or_path.lower(), Path(name_or_path)
+    exists, is_folder = _look(path)
     if name in model_names():
         path = PRESET_FOLDER / f"{name}.toml"
-    elif path.is_dir():
+    elif is_folder:
         path = _config_inside(path)
-    elif not path.exists() and path.suffix not in (".toml", ".json"):
+    elif not exists and path.suffix not in (".toml", ".json"):
         raise InvalidInputError(
-            f"unknown model {name_or_path!r}: neither a preset nor a file", nearest_names(name, model_names())
+            f"unknown model {name_or_path[:100]!r}: neither a preset nor a file", nearest_names(name, model_names())
         )
     if path.suffix == ".toml":
         return validate(ModelSpec, read_toml(path), str(path))
@@ -37,6 +38,14 @@ def load_model(name_or_path: str) -> ModelSpec:
         f"cannot read a model from {path}: its name ends in {path.suffix!r}",
         "give a preset name, a .toml file, or a Hugging Face config.json",
     )
+
+
+def _look(path: Path) -> tuple[bool, bool]:
+    """Whether something is there, and whether it is a folder; neither for what is too long to be a path."""
+    try:
+        return path.exists(), path.is_dir()
+    except OSError:
+        return False, False
 
 
 def _config_inside(folder: Path) -> Path:

@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 from moeplan.errors import InvalidInputError
-from moeplan.files import validate
+from moeplan.files import short, validate
 from moeplan.hwprofiles.load import profile_names
 from moeplan.hwprofiles.schema import HardwareProfile
 from moeplan.model_spec import ModelSpec
@@ -59,7 +59,7 @@ def setting_of(row: PublishedRow) -> CaseSetting:
     """Model, machine and stack of a case. Raises CellError."""
     model, is_stand_in = _model(row)
     notes = row.text("optimizer/sharding")
-    reserved = re.search(r"reserves (\d+)%", notes)
+    reserved = re.search(r"\breserves (\d{1,2})%", notes)
     return CaseSetting(
         model=model,
         hardware=_hardware(row),
@@ -115,7 +115,7 @@ def _hardware(row: PublishedRow) -> str:
     if name not in profile_names() and row.id.startswith("C") and not row.text("dispatcher"):
         return ANY_GPU.get(_precision(row), "h100")
     if name not in profile_names():
-        raise CellError("gpu", f"no hardware profile of {written!r}, allowed: {', '.join(profile_names())}")
+        raise CellError("gpu", f"no hardware profile of {short(written)}, allowed: {', '.join(profile_names())}")
     return name
 
 
@@ -123,15 +123,12 @@ def _precision(row: PublishedRow) -> str:
     written = row.text("precision")
     name = PRECISION_NAMES.get(written, written)
     if name not in PRECISIONS:
-        raise CellError("precision", f"got {written!r}, allowed: {', '.join(PRECISIONS)}")
+        raise CellError("precision", f"got {short(written)}, allowed: {', '.join(PRECISIONS)}")
     return name
 
 
 def _model(row: PublishedRow) -> tuple[ModelSpec, bool]:
     written = row.text("model")
-    stated = _stand_in(written)
-    if stated is not None:
-        return stated, True
     name = re.sub(r"\s*\(.*\)| (671B|1T)$", "", re.sub(r"\s*\(.*\)", "", written)).strip().lower()
     layers = re.search(r" (\d+) layers$", name)
     name = name.removesuffix(layers[0] if layers else "")
@@ -141,6 +138,9 @@ def _model(row: PublishedRow) -> tuple[ModelSpec, bool]:
     if "no MTP" in written:
         changes["num_mtp_layers"] = 0
     try:
+        stand_in = _stand_in(written)
+        if stand_in is not None:
+            return stand_in, True
         return _changed(ALIASES.get(name, name), tuple(changes.items())), False
     except InvalidInputError as error:
         raise CellError("model", error.message) from None
@@ -160,13 +160,13 @@ def _stand_in(written: str) -> ModelSpec | None:
         fields["moe"]["num_experts"] = int(match[1])
     if match[2]:
         fields["hidden_size"] = int(match[2])
-    return ModelSpec.model_validate(fields)
+    return validate(ModelSpec, fields, written)
 
 
 @lru_cache(maxsize=64)
 def _changed(name: str, changes: tuple[tuple[str, int], ...]) -> ModelSpec:
     model = load_model(name)
-    return ModelSpec.model_validate(model.model_dump() | dict(changes)) if changes else model
+    return validate(ModelSpec, model.model_dump() | dict(changes), name) if changes else model
 
 
 def _sizes(row: PublishedRow) -> dict[str, int]:
@@ -186,8 +186,8 @@ def _layout(row: PublishedRow, setting: CaseSetting, sizes: dict[str, int]) -> s
     That is what engines build from counts alone, so a layout that loses layers is refused for it.
     """
     num_layers, num_stages = setting.model.num_layers, sizes["pp"] * sizes["vp"]
-    stated = re.search(r"last(?:-stage layers |=)(\d+)", f"{row.text('reported_value')} {row.text('expected')}")
-    offload_rows = re.search(r"last stage (\d+) layers", row.text("expected"))
+    stated = re.search(r"last(?:-stage layers |=)(\d{1,3})\b", f"{row.text('reported_value')} {row.text('expected')}")
+    offload_rows = re.search(r"last stage (\d{1,3}) layers", row.text("expected"))
     found = stated or offload_rows
     last = int(found[1]) if found else num_layers // num_stages
     is_balanced = found is None and not (setting.is_stand_in and setting.model.moe is None)
@@ -213,7 +213,7 @@ def _backend(row: PublishedRow) -> Any:
     """The dispatcher a cell names; None for the recipe's, or none."""
     written = row.text("dispatcher")
     if "capacity" in written and not written.endswith("capacity 1"):
-        raise CellError("dispatcher", f"got {written!r}, only capacity 1 is predicted")
+        raise CellError("dispatcher", f"got {short(written)}, only capacity 1 is predicted")
     for backend in ("alltoall", "deepep", "hybridep"):
         if written.startswith(backend):
             return backend
@@ -224,7 +224,7 @@ def _sharding(row: PublishedRow, features: Features, stack: SoftwareStack, preci
     notes = row.text("optimizer/sharding")
     for word in ("LoRA", "SFT", "Muon"):
         if word in notes:
-            raise CellError("optimizer/sharding", f"got {notes!r}, only pre-training with Adam is predicted")
+            raise CellError("optimizer/sharding", f"got {short(notes)}, only pre-training with Adam is predicted")
     is_full = "FSDP" in notes and stack.name.startswith(("torchtitan", "automodel", "megatron", "nemo"))
     on_host = re.search(r"offload (\d+)%", notes)
     frac = int(on_host[1]) / 100 if on_host else 0.0

@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any, get_args
 
 from moeplan.errors import InvalidInputError
-from moeplan.files import validate
+from moeplan.files import short, validate
 from moeplan.hwprofiles.load import profile_names
 from moeplan.hwprofiles.schema import DispatchBackend, HardwareProfile
 from moeplan.layout import balanced_layout
@@ -48,7 +48,7 @@ def find_stack(written: str) -> str:
     )
     earlier = [name for known, name in releases if known <= release]
     if not earlier:
-        raise CellError("stack", f"no stack of {written!r}, allowed: {', '.join(names)}")
+        raise CellError("stack", f"no stack of {short(written)}, allowed: {', '.join(names)}")
     return earlier[-1]
 
 
@@ -71,9 +71,10 @@ def _release(text: str) -> tuple[int, ...]:
 
 def hardware_name(row: PublishedRow) -> str:
     """The profile's name of the row's GPU. Raises CellError."""
-    name = row.text("gpu").lower()
+    written = row.text("gpu")
+    name = written.lower()
     if name not in profile_names():
-        raise CellError("gpu", f"no hardware profile of {row.text('gpu')!r}, allowed: {', '.join(profile_names())}")
+        raise CellError("gpu", f"no hardware profile of {short(written)}, allowed: {', '.join(profile_names())}")
     return name
 
 
@@ -81,11 +82,12 @@ def plan_of(row: PublishedRow, stack: SoftwareStack, profile: HardwareProfile) -
     """The plan of one row on its stack and machine. Raises CellError where the row cannot be expressed."""
     # Fine-tuning of all weights computes what pre-training does.
     tasks = ("lora",) if stack.time.trains_adapters else ("", "pretrain", "sft")
-    if row.text("task") not in tasks:
-        raise CellError("task", f"got {row.text('task')!r}, stack {stack.name} allows {', '.join(filter(None, tasks))}")
+    task = row.text("task")
+    if task not in tasks:
+        raise CellError("task", f"got {short(task)}, stack {stack.name} allows {', '.join(filter(None, tasks))}")
     precision = row.text("precision")
     if precision not in PRECISIONS:
-        raise CellError("precision", f"got {precision!r}, allowed: {', '.join(PRECISIONS)}")
+        raise CellError("precision", f"got {short(precision)}, allowed: {', '.join(PRECISIONS)}")
     model = _model(row)
     sizes = _sizes(row)
     features = _features(row, stack, profile, model)
@@ -117,14 +119,14 @@ def _preset(name: str, layers: int | None, num_mtp: int | None) -> ModelSpec:
         changes |= {"num_layers": layers, "num_dense_layers": min(model.num_dense_layers, layers)}
     if num_mtp is not None and num_mtp != model.num_mtp_layers:
         changes["num_mtp_layers"] = num_mtp
-    return ModelSpec.model_validate(model.model_dump() | changes) if changes else model
+    return validate(ModelSpec, model.model_dump() | changes, name) if changes else model
 
 
 def _model(row: PublishedRow) -> ModelSpec:
     layers = row.count("layers") if row.text("layers") else None
-    depths = row.number("mtp_layers")
+    depths = row.count("mtp_layers", least=0) if row.text("mtp_layers") else None
     try:
-        return _preset(row.text("model"), layers, None if depths is None else int(depths))
+        return _preset(row.text("model"), layers, depths)
     except InvalidInputError as error:
         raise CellError("model", error.message) from None
 
@@ -174,7 +176,7 @@ def _backend(written: str) -> DispatchBackend | None:
     for backend in backends:
         if written == backend:
             return backend
-    raise CellError("dispatcher", f"got {written!r}, allowed: {', '.join(backends)}")
+    raise CellError("dispatcher", f"got {short(written)}, allowed: {', '.join(backends)}")
 
 
 def _memory_fields(row: PublishedRow, features: Features, stack: SoftwareStack) -> dict[str, Any]:
@@ -205,7 +207,7 @@ def _precision(row: PublishedRow) -> Any:
 def _float_type(row: PublishedRow, column: str, default: str) -> str:
     written = row.text(column) or default
     if written not in ("fp32", "bf16"):
-        raise CellError(column, f"got {written!r}, allowed: fp32, bf16 or empty")
+        raise CellError(column, f"got {short(written)}, allowed: fp32, bf16 or empty")
     return written
 
 
@@ -221,7 +223,7 @@ def _recompute(written: str, features: Features) -> tuple[str, ...]:
     modules = tuple(written.removeprefix("selective:").removesuffix("(default)").split("+"))
     unknown = [module for module in modules if module not in RECOMPUTE_MODULES]
     if unknown:
-        raise CellError("recompute", f"got {written!r}, allowed: none, full, {', '.join(RECOMPUTE_MODULES)}")
+        raise CellError("recompute", f"got {short(written)}, allowed: none, full, {', '.join(RECOMPUTE_MODULES)}")
     return modules
 
 
@@ -235,14 +237,16 @@ def _offload(written: str, features: Features) -> dict[str, Any]:
         if kind == "opt_cpu":
             return {"optimizer_cpu_frac": float(detail.split()[0])}
     except (ValueError, IndexError):
-        raise CellError("offload", f"got {written!r}, allowed: act_layers:N, opt_cpu:FRACTION") from None
+        raise CellError("offload", f"got {short(written)}, allowed: act_layers:N, opt_cpu:FRACTION") from None
     if kind == "act_fine":
         modules = tuple(detail.split("+"))
         if all(module in OFFLOAD_MODULES for module in modules):
             return {"offload_modules": modules}
     if written in ("none", "opt_states"):
         return {"offload_optimizer_states": written == "opt_states"}
-    raise CellError("offload", f"got {written!r}, allowed: none, act_layers:N, act_fine:MODULES, opt_states, opt_cpu:F")
+    raise CellError(
+        "offload", f"got {short(written)}, allowed: none, act_layers:N, act_fine:MODULES, opt_states, opt_cpu:F"
+    )
 
 
 def _overlap_fields(row: PublishedRow, features: Features, model: ModelSpec, sizes: dict[str, int]) -> dict[str, Any]:
@@ -261,7 +265,7 @@ def _overlap_fields(row: PublishedRow, features: Features, model: ModelSpec, siz
     fields["fused_grouped_mlp"] = bool(row.flag("fused_grouped_mlp"))
     backend = features.backend
     fields |= {"dispatcher": "alltoall"} if backend == "alltoall" else {"dispatcher": "flex", "flex_backend": backend}
-    fields["dispatch_sms"] = row.count("dispatch_sms", 0) if row.text("dispatch_sms") else 0
+    fields["dispatch_sms"] = row.count("dispatch_sms", 0, least=0)
     for key in ("permute_fusion", "router_fusion"):
         stated = row.flag(key)
         default = getattr(features, key)
@@ -283,7 +287,9 @@ def _graph(written: str, features: Features) -> tuple[str, ...]:
         return ("attn", "mlp")
     scopes = tuple(scope for scope in re.findall(r"[a-z_]+", written.partition(":")[2]) if scope in GRAPH_SCOPES)
     if not scopes:
-        raise CellError("cuda_graph", f"got {written!r}, allowed: none, full_iteration, te:{'+'.join(GRAPH_SCOPES)}")
+        raise CellError(
+            "cuda_graph", f"got {short(written)}, allowed: none, full_iteration, te:{'+'.join(GRAPH_SCOPES)}"
+        )
     return scopes
 
 
@@ -291,4 +297,4 @@ def _routing(written: str) -> str:
     for name, routing in ROUTINGS.items():
         if written == name or (name and written.startswith(name)):
             return routing
-    raise CellError("routing", f"got {written!r}, allowed: {', '.join(filter(None, ROUTINGS))}")
+    raise CellError("routing", f"got {short(written)}, allowed: {', '.join(filter(None, ROUTINGS))}")

@@ -3,13 +3,12 @@
 import csv
 import io
 import math
-import re
-from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from moeplan.errors import InvalidInputError
-from moeplan.files import read_text
+from moeplan.files import read_text, short
 
 REQUIRED_COLUMNS = ("id", "model", "gpu", "n_gpus", "precision", "seq_len", "gbs", "stack")
 
@@ -34,7 +33,7 @@ class PublishedRow:
 
     @property
     def id(self) -> str:
-        return self.cells.get("id") or f"line {self.line}"
+        return self.text("id") or f"line {self.line}"
 
     @property
     def group(self) -> str:
@@ -66,51 +65,46 @@ class PublishedRow:
         try:
             value = float(written)
         except ValueError:
-            raise CellError(column, f"got {written[:40]!r}, allowed: a number") from None
+            raise CellError(column, f"got {short(written)}, allowed: a number") from None
         if not abs(value) < 1e300:
-            raise CellError(column, f"got {written[:40]!r}, allowed: a finite number")
+            raise CellError(column, f"got {short(written)}, allowed: a finite number")
         return value
 
-    def count(self, column: str, default: int | None = None) -> int:
-        """The cell as a whole number of at least 1, or the default where it is empty. Raises CellError."""
+    def count(self, column: str, default: int | None = None, *, least: int = 1) -> int:
+        """The cell as a whole number of at least ``least``, or the default where it is empty. Raises CellError."""
         value = self.number(column)
         if value is None:
             if default is None:
                 raise CellError(column, "not stated")
             return default
-        if value < 1 or value != int(value):
-            raise CellError(column, f"got {self.text(column)!r}, allowed: a whole number of at least 1")
+        if value < least or value != int(value):
+            raise CellError(column, f"got {short(self.text(column))}, allowed: a whole number of at least {least}")
         return int(value)
+
+    def positive(self, column: str) -> float | None:
+        """The cell as a number above 0; None where it is empty. Raises CellError."""
+        value = self.number(column)
+        if value is not None and value <= 0:
+            raise CellError(column, f"got {value:g}, allowed: above 0")
+        return value
 
     def flag(self, column: str) -> bool | None:
         """1 on, 0 off, empty unknown. Raises CellError."""
         written = self.text(column)
         if written not in ("", "0", "1"):
-            raise CellError(column, f"got {written[:40]!r}, allowed: 0, 1 or empty")
+            raise CellError(column, f"got {short(written)}, allowed: 0, 1 or empty")
         return None if not written else written == "1"
 
     def step_s(self) -> float:
         """Measured seconds of a step: the reference column, the published one, or from tokens per second."""
         for column in ("step_time_s_ref", "step_time_s"):
-            value = self.number(column)
+            value = self.positive(column)
             if value is not None:
-                return _positive(column, value)
-        rate = self.number("tokens_per_s_per_gpu")
+                return value
+        rate = self.positive("tokens_per_s_per_gpu")
         if rate is None:
             raise CellError("step_time_s_ref", "not stated, and no tokens_per_s_per_gpu either")
-        return (
-            self.count("gbs") * self.count("seq_len") / self.count("n_gpus") / _positive("tokens_per_s_per_gpu", rate)
-        )
-
-    def matches(self, column: str, pattern: str) -> bool:
-        """Whether a cell matches a regular expression, whole."""
-        return re.fullmatch(pattern, self.text(column)) is not None
-
-
-def _positive(column: str, value: float) -> float:
-    if value <= 0:
-        raise CellError(column, f"got {value:g}, allowed: above 0")
-    return value
+        return self.count("gbs") * self.count("seq_len") / self.count("n_gpus") / rate
 
 
 def read_published_rows(path: Path) -> tuple[list[PublishedRow], list[tuple[int, str]]]:
@@ -122,27 +116,45 @@ def read_published_rows(path: Path) -> tuple[list[PublishedRow], list[tuple[int,
 
 
 def read_table(path: Path, columns: tuple[str, ...]) -> tuple[list[PublishedRow], list[tuple[int, str]]]:
-    """As :func:`read_published_rows`, for any CSV table that has ``columns``."""
-    lines = csv.reader(io.StringIO(read_text(path), newline=""))
-    try:
-        header = next(lines, [])
-        _check_header(header, columns, path)
-        rows: list[PublishedRow] = []
-        bad: list[tuple[int, str]] = []
-        for line, cells in _numbered(lines):
-            if len(cells) != len(header):
-                bad.append((line, f"{len(cells)} cells, the header has {len(header)} columns"))
-            else:
+    """As :func:`read_published_rows`, for any CSV table that has ``columns``.
+
+    Damage stays in its line: a quote that nothing closes takes no others along, and bytes that are no text become
+    replacement characters.
+    """
+    lines = io.StringIO(read_text(path, errors="replace")).readlines()
+    header, at = _record(lines, 0) if lines else ([], 0)
+    if isinstance(header, str):
+        raise InvalidInputError(f"{path}: line 1: {header}", "write it as comma-separated text")
+    _check_header(header, columns, path)
+    rows: list[PublishedRow] = []
+    bad: list[tuple[int, str]] = []
+    while at < len(lines):
+        line = at + 1
+        cells, after = _record(lines, at)
+        if isinstance(cells, str):
+            bad.append((line, cells))
+        elif cells and len(cells) != len(header):
+            bad.append((line, f"{len(cells)} cells, the header has {len(header)} columns"))
+        else:
+            at = after
+            if cells:
                 rows.append(PublishedRow(line, dict(zip(header, cells, strict=True))))
-    except csv.Error as error:
-        raise InvalidInputError(f"{path}: line {lines.line_num}: {error}", "write it as comma-separated text") from None
+            continue
+        at += 1
     return rows, bad
 
 
-def _numbered(lines: "csv._reader") -> Iterator[tuple[int, list[str]]]:  # type: ignore[name-defined] # typeshed's name
-    for cells in lines:
-        if cells:
-            yield lines.line_num, cells
+def _record(lines: list[str], at: int) -> tuple[list[str] | str, int]:
+    """Cells of the record that begins at a line, or what is wrong with it, and the line after it.
+
+    A quoted cell may hold line breaks; a quote that is still open at the end of the file, or of what csv takes for
+    one cell, is an error.
+    """
+    reader = csv.reader(islice(lines, at, None), strict=True)
+    try:
+        return next(reader), at + reader.line_num
+    except csv.Error as error:
+        return str(error), at + 1
 
 
 def _check_header(header: list[str], columns: tuple[str, ...], path: Path) -> None:

@@ -91,7 +91,7 @@ def _memory(case: Case, profile: HardwareProfile, stack: SoftwareStack) -> tuple
     """
     plan = case.plan
     peak = peak_memory_bytes(plan.model, plan.point, stack, profile)
-    published_gb = case.row.number("memory_gb")
+    published_gb = case.row.positive("memory_gb")
     if published_gb is None or case.row.text("memory_usable") != "1":
         return peak, None
     compared = peak_of_reading(plan.model, plan.point, stack, profile, reading_of(case.row.text("memory_kind")))
@@ -208,7 +208,7 @@ def _pair(row: PublishedRow, by_id: dict[str, RowScore]) -> PairScore:
         gpus, batch, seq_len = (one.row.count(column) for column in ("n_gpus", "gbs", "seq_len"))
         seconds_per_token.append(one.predicted_step_s * gpus / (batch * seq_len))
     try:
-        published = row.number("step_ratio")
+        published = row.positive("step_ratio")
     except CellError as error:
         return rejected(str(error))
     return PairScore(row.text("axis"), *ids, published, seconds_per_token[1] / seconds_per_token[0])
