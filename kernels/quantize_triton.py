@@ -27,8 +27,9 @@ def inverse_scale(amax, LARGEST: tl.constexpr):
 
 @triton.jit
 def stored(x, inverse, LARGEST: tl.constexpr, DTYPE: tl.constexpr):
-    """Numbers times their inverse scale, cut to what the format holds."""
-    return tl.minimum(tl.maximum(x * inverse, -LARGEST), LARGEST).to(DTYPE, fp_downcast_rounding="rtne")
+    """Numbers times their inverse scale, cut to what the format holds. NaN stays NaN, or nobody would find it."""
+    above = tl.maximum(x * inverse, -LARGEST, propagate_nan=tl.PropagateNan.ALL)
+    return tl.minimum(above, LARGEST, propagate_nan=tl.PropagateNan.ALL).to(DTYPE, fp_downcast_rounding="rtne")
 
 
 @triton.jit

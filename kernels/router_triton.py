@@ -115,7 +115,7 @@ def _route(
     probs = tl.zeros((BLOCK_T, BLOCK_K), DTYPE)
     index = tl.zeros((BLOCK_T, BLOCK_K), tl.int32)
     for k in tl.static_range(K):
-        best = tl.argmax(key, 1)
+        best = tl.minimum(tl.argmax(key, 1), E - 1)  # of NaN, whose loss ends the run, it may be past the last
         is_best = expert == best[:, None]
         probs = tl.where(k_place == k, tl.sum(tl.where(is_best, score, 0.0), 1)[:, None], probs)
         index = tl.where(k_place == k, best[:, None], index)

@@ -151,3 +151,5 @@ for kernel, types, variants in KERNELS:
         )
         assert "ptx" in compiled.asm
         assert compiled.metadata.shared <= SHARED_BYTES, (kernel, variant)
+        if "*fp8" in types:  # cutting to what FP8 holds must not make a number of what is none
+            assert {"min.NaN.f32", "max.NaN.f32"} <= set(compiled.asm["ptx"].split()), (kernel, variant)

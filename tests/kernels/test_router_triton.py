@@ -49,6 +49,13 @@ def test_choices_weights_shares_and_gradients(  # noqa: PLR0917 - Hypothesis pas
         torch.testing.assert_close(grad_TE, expected_grad_TE)
 
 
+def test_scores_that_are_no_numbers_choose_experts_that_there_are() -> None:
+    from moeplan.kernels import router_triton
+
+    _, index_TK, _ = router_triton.route(torch.full((3, 7), torch.nan), None, RouterOptions(3), TINY)
+    assert 0 <= int(index_TK.min()) <= int(index_TK.max()) < 7
+
+
 def test_groups_of_other_numbers_are_left_to_torch() -> None:
     from moeplan.kernels import router_triton
 
