@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from moeplan.executor.attention_sink import with_sink_key
 from moeplan.executor.collectives import gather_rows
-from moeplan.executor.context import Core, context_attention, own_positions
+from moeplan.executor.context import Core, Documents, context_attention, document_positions
 from moeplan.executor.linear import column_linear, local_linear, row_linear
 from moeplan.executor.mesh import Group, Mesh
 from moeplan.executor.offload import offloading
@@ -82,6 +82,36 @@ def window_mask(seq_len: int, window: int, device: torch.device) -> Tensor | Non
     return (distance_SS >= 0) & (distance_SS < window)
 
 
+def whole_attention(documents: Documents, window: int | None, device: torch.device) -> Core:
+    """Attention inside each document of a sequence that is here from end to end."""
+    mask_LL = window_mask(max(documents), window, device) if window else None
+    if len(documents) == 1:
+        return partial(core_attention, mask_SS=mask_LL)
+    masks = tuple(
+        mask_LL[:length, :length] if mask_LL is not None and window is not None and window < length else None
+        for length in documents
+    )
+    return partial(packed_attention, documents=documents, masks=masks)
+
+
+def packed_attention(
+    q_BSND: Tensor,
+    k_BSMD: Tensor,
+    v_BSMD: Tensor,
+    sinks_N: Tensor | None = None,
+    *,
+    documents: Documents,
+    masks: tuple[Tensor | None, ...],
+) -> Tensor:
+    """Causal attention of each document by itself, one call each: no mask is as long as the sequence.
+
+    ``masks``: for each document as in :func:`core_attention`.
+    """
+    parts = zip(*(x.split(documents, 1) for x in (q_BSND, k_BSMD, v_BSMD)), strict=True)
+    outs = [core_attention(q, k, v, mask, sinks_N) for (q, k, v), mask in zip(parts, masks, strict=True)]
+    return torch.cat(outs, 1)
+
+
 class _AttentionBase(nn.Module):
     """Rotary tables, the core, and the output projection: what both kinds share."""
 
@@ -93,18 +123,17 @@ class _AttentionBase(nn.Module):
         self.rotary_width = rotary_width
         self.num_heads = attention.num_heads // group.size
         self.recompute_core = "core_attn" in plan.recompute
-        positions = own_positions(plan.seq_len, mesh.cp, table.device)
+        positions = document_positions(plan.documents, mesh.cp, table.device)
         dtype = torch.promote_types(table.dtype, torch.float32)
         self.rotary = model_rotary_tables(model, positions, rotary_width, dtype)
         window = attention.sliding_window if model.is_windowed(layer) else None
-        mask_SS = window_mask(plan.seq_len, window, table.device) if window else None
         self.sinks: nn.Parameter | None = None
         if isinstance(attention, GqaAttention) and attention.sinks:
             sinks = split_piece(f"layers.{layer}.attention.sinks", (attention.num_heads,), 0, group)
             self.sinks = table.add(sinks, shape=(self.num_heads,), is_decayed=False)
-        self.attend: Core = partial(core_attention, mask_SS=mask_SS)
+        self.attend: Core = whole_attention(plan.documents, window, table.device)
         if mesh.cp.size > 1:
-            self.attend = context_attention(plan, window, self.attend, mesh.cp, table.device)
+            self.attend = context_attention(plan, window, self.attend, mesh, table.device)
         in_width = attention.num_heads * attention.v_head_dim
         shape = (model.hidden_size, in_width)
         name, std = f"layers.{layer}.attention.output", residual_std(model.num_layers)

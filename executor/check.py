@@ -17,7 +17,6 @@ from moeplan.vocabulary import PRECISIONS
 
 # Fields that Megatron executes and the native executor does not.
 _DEFAULT_ONLY = (
-    "cp_comm", "cp_a2a_size", "packed_lengths",
     "fused_grouped_mlp", "permute_fusion", "router_fusion", "fp8_attention",
     "tp_comm_overlap",
 )  # fmt: skip
@@ -30,10 +29,6 @@ def check_supported(plan: Plan) -> None:
 
 
 def _plan_limits(plan: Plan) -> Iterator[tuple[str, object, str, str]]:
-    if plan.cp > 1 and plan.cp_comm == "a2a+p2p":
-        yield "cp_comm", plan.cp_comm, "p2p, all_gather and a2a", "use p2p, or a2a where cp divides the heads"
-    if plan.packed_lengths:
-        yield "packed_lengths", plan.packed_lengths, "one document a sequence", "leave packed_lengths out"
     if plan.precision != "fp64" and plan.moment_dtype == "fp64":
         yield "moment_dtype", plan.moment_dtype, "fp32, bf16 and fp8 Adam moments", "use fp32"
     if plan.main_weight_remainders or plan.moment_dtype == "fp8":

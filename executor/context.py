@@ -1,7 +1,8 @@
 """Context parallelism: each rank of cp holds two chunks of every sequence, and attention sees all the others.
 
-A sequence is cut into 2 * cp chunks, of which rank i holds i and 2 * cp - 1 - i: under a causal mask every rank then
-has the same work (report section 6). Only attention looks beyond its own token.
+A document is cut into 2 * cp chunks, of which rank i holds i and 2 * cp - 1 - i: under a causal mask every rank then
+has the same work (report section 6). A sequence is one document, or several one after the other, none of which sees
+another. Only attention looks beyond its own token.
 
 Shapes: B sequences of S positions, C = S / cp of them on this rank, N heads and M key-value heads, D width of a head.
 """
@@ -14,7 +15,7 @@ from torch.nn import functional as F
 
 from moeplan.executor.attention_sink import with_sink_key
 from moeplan.executor.collectives import exchange_rows, gather_rows
-from moeplan.executor.mesh import Group
+from moeplan.executor.mesh import Group, Mesh
 from moeplan.executor.offload import offloading
 from moeplan.executor.recompute import dropping_output
 from moeplan.executor.ring import RingAttention
@@ -25,41 +26,64 @@ from moeplan.plan import Plan
 Core = Callable[..., Tensor]
 
 
-def own_positions(seq_len: int, group: Group, device: torch.device) -> Tensor:
+Documents = tuple[int, ...]  # lengths of those that fill a sequence, in order
+
+
+def document_positions(documents: Documents, group: Group, device: torch.device) -> Tensor:
+    """Positions [C] of this rank's tokens, each in its own document, in the order in which the rank holds them."""
+    return torch.cat([_own_part(torch.arange(length, device=device), group) for length in documents])
+
+
+def own_positions(documents: Documents, group: Group, device: torch.device) -> Tensor:
     """Positions [C] in the sequence of this rank's tokens, in the order in which it holds them."""
-    positions = torch.arange(seq_len, device=device)
+    places = torch.arange(sum(documents), device=device)
+    return torch.cat([_own_part(part, group) for part in places.split(documents)])
+
+
+def _own_part(places: Tensor, group: Group) -> Tensor:
+    """This rank's two chunks of one document; the whole where it is alone."""
     if group.size == 1:
-        return positions
-    chunks = positions.view(2 * group.size, -1)
+        return places
+    chunks = places.view(2 * group.size, -1)
     return torch.cat([chunks[group.index], chunks[2 * group.size - 1 - group.index]])
 
 
-def gathered_order(seq_len: int, group: Group, device: torch.device) -> Tensor:
+def gathered_order(documents: Documents, group: Group, device: torch.device) -> Tensor:
     """Where each position [S] lies among the tokens of all ranks, one rank's after the other's."""
-    places = torch.arange(seq_len, device=device).view(group.size, 2, -1)
-    return torch.cat([places[:, 0].flatten(), places[:, 1].flip(0).flatten()])
+    places = torch.arange(sum(documents), device=device).view(group.size, -1)
+    order = []
+    for part in places.split([length // group.size for length in documents], 1):
+        first, second = part.chunk(2, 1)
+        order += [first.flatten(), second.flip(0).flatten()]
+    return torch.cat(order)
 
 
 class GatheredAttention:
     """Causal attention of this rank's queries to the keys and values of all ranks, brought together beforehand.
 
-    ``window``: keys each query sees, itself included; None for all before it.
+    ``window``: keys each query sees, itself included; None for all before it in its document.
     """
 
-    def __init__(self, seq_len: int, window: int | None, group: Group, device: torch.device) -> None:
-        self.group, self.window = group, window
-        self.chunk = seq_len // (2 * group.size)
-        self.order = gathered_order(seq_len, group, device)
+    def __init__(self, documents: Documents, window: int | None, group: Group, device: torch.device) -> None:
+        self.group, self.window, self.documents = group, window, documents
+        self.order = gathered_order(documents, group, device)
 
     def __call__(self, q_BCND: Tensor, k_BCMD: Tensor, v_BCMD: Tensor, sinks_N: Tensor | None = None) -> Tensor:
         """out_BCND. Backward gathers again: only this rank's part is kept (report section 6)."""
 
         def attend(k_BMSD: Tensor, v_BMSD: Tensor) -> Tensor:
             q_BNCD = q_BCND.transpose(1, 2)
+            of_documents = zip(
+                q_BNCD.split([length // self.group.size for length in self.documents], 2),
+                k_BMSD.split(self.documents, 2),
+                v_BMSD.split(self.documents, 2),
+                strict=True,
+            )
             chunks = (self.group.index, 2 * self.group.size - 1 - self.group.index)
             outs = [
-                self._attend(q_BNcD, k_BMSD, v_BMSD, chunk * self.chunk, sinks_N)
-                for q_BNcD, chunk in zip(q_BNCD.split(self.chunk, 2), chunks, strict=True)
+                self._attend(q_BNcD, k_BMLD, v_BMLD, chunk * q_BNcD.shape[2], sinks_N)
+                for q_BNPD, k_BMLD, v_BMLD in of_documents
+                for q_BNcD, chunk in zip(q_BNPD.chunk(2, 2), chunks, strict=True)
             ]
             return torch.cat(outs, 2).transpose(1, 2)
 
@@ -73,8 +97,8 @@ class GatheredAttention:
         return k_BMSD, v_BMSD
 
     def _attend(self, q_BNcD: Tensor, k_BMSD: Tensor, v_BMSD: Tensor, first: int, sinks_N: Tensor | None) -> Tensor:
-        """Attention of the chunk of queries that begins at position ``first``."""
-        end, scale = first + self.chunk, q_BNcD.shape[3] ** -0.5
+        """Attention of the chunk of queries that begins at position ``first`` of a document of S keys."""
+        end, scale = first + q_BNcD.shape[2], q_BNcD.shape[3] ** -0.5
         start = 0 if self.window is None else max(0, first - self.window + 1)
         k_BMSD, v_BMSD = k_BMSD[:, :, start:end], v_BMSD[:, :, start:end]
         num_sinks = 0
@@ -87,7 +111,7 @@ class GatheredAttention:
             # Here and not above: the module brings torch's compiler along, 145 MiB that no other process needs.
             from torch.nn.attention.bias import causal_lower_right  # noqa: PLC0415
 
-            mask: Tensor = causal_lower_right(self.chunk, num_sinks + end)
+            mask: Tensor = causal_lower_right(end - first, num_sinks + end)
         else:
             queries = torch.arange(first, end, device=q_BNcD.device)
             distance = queries[:, None] - torch.arange(start, end, device=q_BNcD.device)
@@ -107,12 +131,12 @@ class GatheredAttention:
 class HeadSplitAttention:
     """Each rank brings its tokens' queries, keys and values of all heads, and attends for a part of them to all tokens.
 
-    ``core`` is attention over whole sequences.
+    ``core`` is attention over what the ranks hold together: ``documents``, or a ring's part of each.
     """
 
-    def __init__(self, seq_len: int, core: Core, group: Group, device: torch.device) -> None:
+    def __init__(self, documents: Documents, core: Core, group: Group, device: torch.device) -> None:
         self.core, self.group = core, group
-        self.order = gathered_order(seq_len, group, device)
+        self.order = gathered_order(documents, group, device)
         self.inverse = self.order.argsort()
 
     def __call__(self, q_BCND: Tensor, k_BCMD: Tensor, v_BCMD: Tensor, sinks_N: Tensor | None = None) -> Tensor:
@@ -136,13 +160,19 @@ class HeadSplitAttention:
         return exchange_rows(rows, equal, equal, self.group, "cp_comm")
 
 
-def context_attention(plan: Plan, window: int | None, core: Core, group: Group, device: torch.device) -> Core:
+def context_attention(plan: Plan, window: int | None, core: Core, mesh: Mesh, device: torch.device) -> Core:
     """How a layer attends across ranks, by the plan's ``cp_comm``; ``core`` is attention over whole sequences.
 
-    Layers with a window gather under ``p2p`` as well: a window ends inside a block of the ring.
+    Neighbours of ``mesh.cp_heads`` hold together, for their part of the heads, the two chunks of each document that a
+    rank of ``mesh.cp_ring`` has: with c ranks a group, chunks c i to c i + c - 1 and as many from the other end.
+    Layers with a window gather where others pass keys on: a window ends inside a block of the ring.
     """
-    if plan.cp_comm == "a2a":
-        return HeadSplitAttention(plan.seq_len, core, group, device)
-    if plan.cp_comm == "p2p" and window is None:
-        return RingAttention(group)
-    return GatheredAttention(plan.seq_len, window, group, device)
+    heads, ring = mesh.cp_heads, mesh.cp_ring
+    if ring.size > 1:
+        if plan.cp_comm != "all_gather" and window is None:
+            core = RingAttention(ring, documents=plan.documents)
+        else:
+            core = GatheredAttention(plan.documents, window, ring, device)
+    if heads.size == 1:
+        return core
+    return HeadSplitAttention(tuple(length // ring.size for length in plan.documents), core, heads, device)

@@ -104,7 +104,9 @@ def make_figures(
         hardware=plan.hardware,
         step_s=step_s,
         tokens_per_s_per_gpu=tokens_per_s_per_gpu,
-        model_tflops_per_gpu=tokens_per_s_per_gpu * training_flops_per_token(plan.model, plan.seq_len) / TFLOP,
+        model_tflops_per_gpu=tokens_per_s_per_gpu
+        * training_flops_per_token(plan.model, plan.seq_len, plan.packed_lengths)
+        / TFLOP,
         peak_memory_bytes=max(sum(stage.memory_bytes.values()) for stage in stages),
         memory_bytes=memory,
         time_s=_mean_times([rank.family_times for rank in ranks]),

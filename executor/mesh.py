@@ -45,12 +45,18 @@ class Group:
 
 @dataclass(frozen=True)
 class Mesh:
-    """This rank's groups; see ``GROUP_AXES``. ``etp_ep`` is ordered with etp fastest, as the expert grid is."""
+    """This rank's groups; see ``GROUP_AXES``. ``etp_ep`` is ordered with etp fastest, as the expert grid is.
+
+    ``cp_heads`` and ``cp_ring`` are the two axes of ``cp``: neighbours that split heads among them (a2a), and ranks
+    that many places apart, which pass keys and values on (p2p) or gather them.
+    """
 
     rank: int
     folding: Folding
     tp: Group
     cp: Group
+    cp_heads: Group
+    cp_ring: Group
     dp: Group
     pp: Group
     dp_cp: Group
@@ -63,17 +69,22 @@ class Mesh:
     edp: Group
 
 
-def build_mesh(folding: Folding, rank: int, *, overlaps_exchange: bool = False) -> Mesh:
+def build_mesh(folding: Folding, rank: int, *, overlaps_exchange: bool = False, cp_head_ranks: int = 1) -> Mesh:
     """The groups of ``rank``. Collective: all ranks of an initialised process group call it with the same folding.
 
     Groups with the same members share one communicator; a world of one needs no process group at all. Where exchanges
     of tokens run beside other collectives (``overlaps_exchange``), their groups have communicators of their own.
+    ``cp_head_ranks``: the size of ``cp_heads``, a divisor of cp.
     """
     made: dict[tuple[bool, tuple[int, ...]], dist.ProcessGroup | None] = {}
     groups: dict[str, Group] = {}
-    for name, grid, axes in GROUP_AXES:
+    members = {name: folding.groups(grid, axes) for name, grid, axes in GROUP_AXES}
+    starts = range(0, folding.cp, cp_head_ranks)
+    members["cp_heads"] = [ranks[start : start + cp_head_ranks] for ranks in members["cp"] for start in starts]
+    members["cp_ring"] = [ranks[start::cp_head_ranks] for ranks in members["cp"] for start in range(cp_head_ranks)]
+    for name, parts in members.items():
         apart = overlaps_exchange and name in EXCHANGE_GROUPS
-        for ranks in folding.groups(grid, axes):
+        for ranks in parts:
             if len(ranks) > 1 and (apart, ranks) not in made:
                 is_world = len(ranks) == folding.world_size and not apart
                 made[apart, ranks] = dist.group.WORLD if is_world else dist.new_group(list(ranks))
@@ -84,4 +95,5 @@ def build_mesh(folding: Folding, rank: int, *, overlaps_exchange: bool = False) 
 
 def plan_mesh(plan: Plan, rank: int) -> Mesh:
     """The mesh of ``rank`` as the plan needs it. Collective."""
-    return build_mesh(plan.folding, rank, overlaps_exchange=plan.ep_overlap or plan.shared_expert_overlap)
+    overlaps = plan.ep_overlap or plan.shared_expert_overlap
+    return build_mesh(plan.folding, rank, overlaps_exchange=overlaps, cp_head_ranks=plan.point.cp_head_ranks)

@@ -31,7 +31,7 @@ class MicroBatch:
 def cut_micro_batch(inputs: Tensor, targets: Tensor, plan: Plan, cp: Group) -> MicroBatch:
     """The rank's part of ``inputs`` and ``targets`` [B * S], the second one place further on than the first."""
     inputs_BS, targets_BS = inputs.view(-1, plan.seq_len), targets.view(-1, plan.seq_len)
-    positions = own_positions(plan.seq_len, cp, inputs.device) if cp.size > 1 else None
+    positions = own_positions(plan.documents, cp, inputs.device) if cp.size > 1 else None
 
     def own(ids_BS: Tensor) -> Tensor:
         return (ids_BS if positions is None else ids_BS[:, positions]).flatten()

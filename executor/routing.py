@@ -93,7 +93,7 @@ class RoutingControl:
         plan, mesh = self.plan, self.mesh
         first = mesh.dp.index * plan.num_micro_batches * plan.mbs
         sequences = first + torch.arange(plan.num_micro_batches * plan.mbs)
-        positions = own_positions(plan.seq_len, mesh.cp, torch.device("cpu"))
+        positions = own_positions(plan.documents, mesh.cp, torch.device("cpu"))
         places = (sequences[:, None] * plan.seq_len + positions).view(plan.num_micro_batches, -1)
         return places.view(len(places), mesh.tp.size, -1)[:, mesh.tp.index]
 

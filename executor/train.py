@@ -218,7 +218,9 @@ def _logged(trainer: Trainer, number: int, result: StepResult, step_s: float) ->
         "lr": learning_rate(trainer.run, number),
         "step_s": step_s,
         "tokens_per_s_per_gpu": tokens_per_s,
-        "model_tflops_per_gpu": tokens_per_s * training_flops_per_token(plan.model, plan.seq_len) / 1e12,
+        "model_tflops_per_gpu": tokens_per_s
+        * training_flops_per_token(plan.model, plan.seq_len, plan.packed_lengths)
+        / 1e12,
         "tokens": plan.tokens_per_step * (number + 1),
     }
 

@@ -161,6 +161,11 @@ class Plan(Record):
         return self.point.num_micro_batches
 
     @property
+    def documents(self) -> tuple[int, ...]:
+        """Lengths of the documents of each sequence: one of ``seq_len`` tokens where nothing is packed."""
+        return self.packed_lengths or (self.seq_len,)
+
+    @property
     def tokens_per_step(self) -> int:
         return self.global_batch_size * self.seq_len
 

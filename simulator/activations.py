@@ -109,7 +109,7 @@ def _setting(model: ModelSpec, kind: ActivationKind, point: Point, stack: Softwa
         precision=point.precision,
         etp=point.etp,
         memory_efficient_permutation=point.memory_efficient_permutation,
-        joins_output=point.cp > 1 and point.cp_comm != "p2p",
+        joins_output=point.cp_comm != "p2p" if point.cp > 1 else len(point.packed_lengths) > 1,
         sums_at_experts=point.dispatcher != "alltoall",
     )
 

@@ -128,9 +128,9 @@ def train_on_hosts(rank: int, model: str, num_gpus: int, changes: dict[str, Any]
 
 
 @lru_cache
-def alone(model: str, mbs: int = 1, routing: str = "balanced") -> Ran:
+def alone(model: str, mbs: int = 1, routing: str = "balanced", packed_lengths: tuple[int, ...] = ()) -> Ran:
     """The same steps on one process without any process group."""
-    return train_folded(0, model, 1, {"mbs": mbs, "routing": routing})
+    return train_folded(0, model, 1, {"mbs": mbs, "routing": routing, "packed_lengths": packed_lengths})
 
 
 def assert_same_run(expected: Ran, ranks: list[Ran]) -> None:

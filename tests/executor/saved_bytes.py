@@ -10,30 +10,29 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from moeplan.executor.mesh import Mesh, build_mesh
+from moeplan.executor.mesh import Mesh, build_mesh, plan_mesh
 from moeplan.executor.model import ModelStage, Transformer
 from moeplan.executor.offload import tensors_of
 from moeplan.executor.saved_tensors import keeping, storage_key
-from moeplan.folding import Folding
 from moeplan.plan import Plan
 
 
 @contextmanager
-def rank_zero(folding: Folding) -> Iterator[Mesh]:
+def rank_zero(plan: Plan) -> Iterator[Mesh]:
     """The mesh of rank 0 in a world whose other ranks only seem to answer: sizes are right, values are not."""
-    if folding.world_size == 1:
-        yield build_mesh(folding, 0)
+    if plan.num_gpus == 1:
+        yield plan_mesh(plan, 0)
         return
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=folding.world_size)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=plan.num_gpus)
     try:
-        yield build_mesh(folding, 0)
+        yield plan_mesh(plan, 0)
     finally:
         dist.destroy_process_group()
 
 
 def layer_kept_bytes(plan: Plan) -> int:
     """What the first layer of rank 0 keeps for one micro-batch, weights and tables left out."""
-    with rank_zero(plan.folding) as mesh:
+    with rank_zero(plan) as mesh:
         return layer_kept_bytes_on(plan, mesh)
 
 

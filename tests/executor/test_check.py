@@ -1,4 +1,4 @@
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -6,7 +6,8 @@ from moeplan.errors import InvalidInputError
 from moeplan.executor.check import check_run, check_supported, check_world
 from moeplan.model_spec import ModelSpec
 from moeplan.run_config import RunConfig
-from tests.executor.cases import GQA_MODEL, MLA_MODEL, tiny_plan
+from moeplan.vocabulary import CpComm
+from tests.executor.cases import DENSE_MODEL, GQA_MODEL, MLA_MODEL, tiny_plan
 
 
 @pytest.mark.parametrize("model", [GQA_MODEL, MLA_MODEL])
@@ -15,6 +16,13 @@ def test_what_the_executor_runs_passes(model: ModelSpec) -> None:
     if model.moe is not None and model.moe.shared_ffn_size:
         check_supported(tiny_plan(model, 4, ep=2, shared_expert_overlap=True))
     check_supported(tiny_plan(model, 4, ep=2, ep_overlap=True, delay_wgrad=True))
+    check_supported(tiny_plan(model, 4, cp=2, cp_comm="a2a", packed_lengths=(4, 12)))
+
+
+def test_every_kind_of_context_parallelism_passes() -> None:
+    for kind in get_args(CpComm):
+        size = 2 if kind == "a2a+p2p" else 1
+        check_supported(tiny_plan(DENSE_MODEL, 4, cp=4, cp_comm=kind, cp_a2a_size=size))
 
 
 @pytest.mark.parametrize(

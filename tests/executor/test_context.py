@@ -3,7 +3,6 @@
 import subprocess
 import sys
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import pytest
@@ -11,12 +10,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn import functional as F
 
-from moeplan.executor.attention import core_attention, window_mask
-from moeplan.executor.context import Core, GatheredAttention, HeadSplitAttention, gathered_order, own_positions
-from moeplan.executor.mesh import Group, build_mesh
-from moeplan.executor.ring import RingAttention
-from moeplan.folding import Folding
+from moeplan.executor.attention import whole_attention
+from moeplan.executor.context import (
+    Core,
+    Documents,
+    context_attention,
+    document_positions,
+    gathered_order,
+    own_positions,
+)
+from moeplan.executor.mesh import Group, plan_mesh
+from moeplan.plan import Plan
+from tests.executor.cases import DENSE_MODEL, tiny_plan
 from tests.executor.folding_cases import alone, assert_same_run, train_folded
 from tests.executor.gloo_pool import GlooPool, gloo_pool
 
@@ -45,14 +52,21 @@ def test_context_parallel_equals_one_process(pool: GlooPool, name: str) -> None:
     assert_same_run(expected, pool.run(train_folded, model, 4, changes))
 
 
-@given(cp=st.integers(2, 8), chunk=st.integers(1, 5))
-def test_ranks_share_positions_and_causal_work_equally(cp: int, chunk: int) -> None:
-    seq_len = 2 * cp * chunk
-    held = [own_positions(seq_len, Group(tuple(range(cp)), index, None), CPU) for index in range(cp)]
-    assert sorted(torch.cat(held).tolist()) == list(range(seq_len))
-    assert len({int((positions + 1).sum()) for positions in held}) == 1, "a query at p sees p + 1 keys"
-    order = gathered_order(seq_len, Group(tuple(range(cp)), 0, None), CPU)
-    assert torch.cat(held)[order].tolist() == list(range(seq_len))
+@given(cp=st.integers(2, 8), chunks=st.lists(st.integers(1, 5), min_size=1, max_size=4))
+def test_ranks_share_positions_and_causal_work_equally(cp: int, chunks: list[int]) -> None:
+    documents = tuple(2 * cp * chunk for chunk in chunks)
+    groups = [Group(tuple(range(cp)), index, None) for index in range(cp)]
+    held = [own_positions(documents, group, CPU) for group in groups]
+    assert sorted(torch.cat(held).tolist()) == list(range(sum(documents)))
+    inside = [document_positions(documents, group, CPU) for group in groups]
+    assert len({int((positions + 1).sum()) for positions in inside}) == 1, "a query at p sees p + 1 keys"
+    starts = torch.tensor([sum(documents[:index]) for index in range(len(documents))]).repeat_interleave(
+        torch.tensor(documents)
+    )
+    for places, positions in zip(held, inside, strict=True):
+        assert torch.equal(places - starts[places], positions)
+    order = gathered_order(documents, groups[0], CPU)
+    assert torch.cat(held)[order].tolist() == list(range(sum(documents)))
 
 
 def inputs() -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -63,47 +77,112 @@ def inputs() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return q, k, v, grad
 
 
-def attention_of(kind: str, window: int | None, group: Group) -> Core:
-    mask_SS = window_mask(SEQ_LEN, window, CPU) if window else None
-    kinds: dict[str, Core] = {
-        "gather": GatheredAttention(SEQ_LEN, window, group, CPU),
-        "ring": RingAttention(group),
-        "heads": HeadSplitAttention(SEQ_LEN, partial(core_attention, mask_SS=mask_SS), group, CPU),
-    }
-    return kinds[kind]
+# How ranks attend together, and how many of them split heads.
+KINDS: dict[str, dict[str, int]] = {"p2p": {}, "all_gather": {}, "a2a": {}, "a2a+p2p": {"cp_a2a_size": 2}}
 
 
-def attend_part(rank: int, cp: int, kind: str, window: int | None) -> tuple[Tensor, ...]:
-    """This rank's output and gradients of queries, keys and values."""
-    group = build_mesh(Folding(4, cp=cp), rank).cp
-    positions = own_positions(SEQ_LEN, group, CPU)
+def plan_of(cp: int, kind: str, documents: Documents) -> Plan:
+    """Of four ranks, so that those of a smaller cp group are there twice."""
+    packed = documents if len(documents) > 1 else ()
+    return tiny_plan(DENSE_MODEL, 4, cp=cp, cp_comm=kind, packed_lengths=packed, **KINDS[kind])
+
+
+def attend_part(rank: int, plan: Plan, window: int | None, sinks: Tensor | None) -> tuple[Tensor, ...]:
+    """This rank's output and gradients of queries, keys and values; with ``sinks``, of those as well."""
+    mesh = plan_mesh(plan, rank)
+    positions = own_positions(plan.documents, mesh.cp, CPU)
     q, k, v, grad = (whole[:, positions] for whole in inputs())
-    leaves = tuple(part.requires_grad_() for part in (q, k, v))
-    out = attention_of(kind, window, group)(*leaves)
+    attend = context_attention(plan, window, whole_attention(plan.documents, window, CPU), mesh, CPU)
+    return attended(attend, (q, k, v), sinks, grad)
+
+
+def attended(attend: Core, inputs: tuple[Tensor, ...], sinks: Tensor | None, grad: Tensor) -> tuple[Tensor, ...]:
+    leaves = [part.clone().requires_grad_() for part in inputs]
+    by_name = {}
+    if sinks is not None:
+        by_name["sinks_N"] = sinks.clone().requires_grad_()
+    out = attend(*leaves, **by_name)
+    leaves += by_name.values()
     return (out.detach(), *torch.autograd.grad(out, leaves, grad))
 
 
+def masked_reference(documents: Documents, window: int | None) -> Core:
+    """Scores of all pairs, of which those in one document count, and of those the last ``window`` keys."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, sinks_N: Tensor | None = None) -> Tensor:
+        owner = torch.arange(len(documents)).repeat_interleave(torch.tensor(documents))
+        distance = torch.arange(SEQ_LEN)[:, None] - torch.arange(SEQ_LEN)
+        seen = (owner[:, None] == owner) & (distance >= 0) & (distance < (window or SEQ_LEN))
+        k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
+        scores = torch.einsum("bqnd,bknd->bnqk", q, k) / q.shape[3] ** 0.5
+        scores = scores.masked_fill(~seen, -torch.inf)
+        if sinks_N is not None:
+            scores = torch.cat([scores, sinks_N[:, None, None].expand(*scores.shape[:3], 1)], 3)
+        return torch.einsum("bnqk,bknd->bqnd", scores.softmax(3)[..., :SEQ_LEN], v)
+
+    return attend
+
+
+@pytest.mark.parametrize("documents", [(16,), (8, 8)])
+@pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize(
     "cp, kind, window",
     [
-        (4, "gather", None),
-        (4, "gather", 1),
-        (4, "gather", 5),
-        (4, "ring", None),
-        (2, "ring", None),
-        (2, "heads", None),
-        (2, "heads", 5),
+        (4, "all_gather", None),
+        (4, "all_gather", 1),
+        (4, "all_gather", 5),
+        (4, "p2p", None),
+        (2, "p2p", None),
+        (2, "a2a", None),
+        (2, "a2a", 5),
+        (4, "a2a+p2p", None),
+        (4, "a2a+p2p", 5),
     ],
 )
-def test_attention_across_ranks_and_its_gradients(pool: GlooPool, cp: int, kind: str, window: int | None) -> None:
+def test_attention_across_ranks_and_its_gradients(  # noqa: PLR0917 - one parameter an axis
+    pool: GlooPool, cp: int, kind: str, window: int | None, has_sinks: bool, documents: Documents
+) -> None:
     q, k, v, grad = inputs()
-    leaves = (q.requires_grad_(), k.requires_grad_(), v.requires_grad_())
-    out = core_attention(q, k, v, window_mask(SEQ_LEN, window, CPU) if window else None)
-    expected = (out.detach(), *torch.autograd.grad(out, leaves, grad))
-    for rank, parts in enumerate(pool.run(attend_part, cp, kind, window)):
-        positions = own_positions(SEQ_LEN, Group(tuple(range(cp)), rank % cp, None), CPU)
-        for part, whole in zip(parts, expected, strict=True):
+    sinks = torch.linspace(-1, 1, 4, dtype=torch.float64) if has_sinks else None
+    expected = attended(masked_reference(documents, window), (q, k, v), sinks, grad)
+    results = pool.run(attend_part, plan_of(cp, kind, documents), window, sinks)
+    for rank, parts in enumerate(results):
+        positions = own_positions(documents, Group(tuple(range(cp)), rank % cp, None), CPU)
+        for part, whole in zip(parts[:4], expected[:4], strict=True):
             torch.testing.assert_close(part, whole[:, positions], rtol=0, atol=1e-12)
+    for shares in zip(*(parts[4:] for parts in results), strict=True):  # sinks: sums over the ranks of each cp group
+        torch.testing.assert_close(sum(shares) * cp / 4, expected[4], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("documents", [(16,), (3, 1, 12), (8, 8)])
+@pytest.mark.parametrize("window", [None, 1, 5])
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_attention_inside_documents_and_its_gradients(
+    documents: Documents, window: int | None, has_sinks: bool
+) -> None:
+    q, k, v, grad = inputs()
+    sinks = torch.linspace(-1, 1, 4, dtype=torch.float64) if has_sinks else None
+    expected = attended(masked_reference(documents, window), (q, k, v), sinks, grad)
+    for part, whole in zip(
+        attended(whole_attention(documents, window, CPU), (q, k, v), sinks, grad), expected, strict=True
+    ):
+        torch.testing.assert_close(part, whole, rtol=0, atol=1e-12)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_attention_inside_documents_on_a_gpu(window: int | None, has_sinks: bool) -> None:
+    documents, device = (3, 1, 12), torch.device("cuda")
+    q, k, v, grad = (x.bfloat16() for x in inputs())
+    v, grad = F.pad(v, (0, 2)), F.pad(grad, (0, 2))
+    sinks = torch.linspace(-1, 1, 4).bfloat16() if has_sinks else None
+    wide = (q.double(), k.double(), v.double()), None if sinks is None else sinks.double(), grad.double()
+    expected = attended(masked_reference(documents, window), *wide)
+    here = (q.cuda(), k.cuda(), v.cuda()), None if sinks is None else sinks.cuda(), grad.cuda()
+    for part, whole in zip(attended(whole_attention(documents, window, device), *here), expected, strict=True):
+        torch.testing.assert_close(part.cpu().double(), whole, rtol=0, atol=0.02 * float(whole.abs().max()))
 
 
 def test_the_executor_leaves_torchs_compiler_out() -> None:

@@ -11,6 +11,8 @@ import pytest
 from tests.executor.folding_cases import alone, assert_same_run, train_folded, train_on_hosts
 from tests.executor.pools import Pools
 
+PAIRS = {"cp_comm": "a2a+p2p", "cp_a2a_size": 2}
+DOCUMENTS = {"packed_lengths": (4, 8, 4)}
 # Processes, model, what the plan changes. Those of the first table run with every test run.
 QUICK: dict[str, tuple[int, str, dict[str, Any]]] = {
     "dp2, experts folded over both": (2, "gqa", {"ep": 2}),
@@ -20,6 +22,8 @@ QUICK: dict[str, tuple[int, str, dict[str, Any]]] = {
     "tp2 pp2, etp2": (4, "mla", {"tp": 2, "pp": 2, "etp": 2}),
     "cp2 pp2 vp2, uneven": (4, "gqa", {"cp": 2, "pp": 2, "vp": 2, "ep": 2, "layout": "Et|ttt||mL"}),
     "full sharding, ep2": (4, "gqa", {"sharding": "full", "ep": 2}),
+    "cp4, heads split in pairs and a ring of two": (4, "gqa", {"cp": 4, **PAIRS, "ep": 4}),
+    "cp2 tp2, documents": (4, "mla", {"cp": 2, "tp": 2, "ep": 2, **DOCUMENTS}),
     "tp4 dp2, etp1 ep8": (8, "gqa", {"tp": 4, "ep": 8}),
     "tp2 cp2 pp2, ep larger than dp": (8, "mla", {"tp": 2, "cp": 2, "pp": 2, "ep": 4}),
 }
@@ -72,6 +76,19 @@ REST: dict[str, tuple[int, str, dict[str, Any]]] = {
     "cp4, ep4, two sequences": (4, "mla", {"cp": 4, "ep": 4, "mbs": 2}),
     "cp4 alone, gathered": (4, "mla", {"cp": 4, "cp_comm": "all_gather"}),
     "cp2 tp2, heads split": (4, "gqa", {"cp": 2, "tp": 2, "cp_comm": "a2a", "ep": 2}),
+    "cp4, pairs and a ring, latent, recomputed": (4, "mla", {"cp": 4, **PAIRS, "recompute": ("core_attn",)}),
+    "cp4, pairs that gather for windows": (4, "windowed", {"cp": 4, **PAIRS, "etp": 2}),
+    "cp4, pairs and a ring, documents": (4, "gqa", {"cp": 4, **PAIRS, "ep": 2, "packed_lengths": (8, 8)}),
+    "cp4 tp2 dp2, pairs and a ring": (16, "gqa", {"cp": 4, "tp": 2, **PAIRS, "ep": 4}),
+    "documents over tp2": (2, "mla", {"tp": 2, **DOCUMENTS}),
+    "documents over ep2": (2, "windowed", {"ep": 2, **DOCUMENTS}),
+    "documents over pp2": (2, "gqa", {"pp": 2, "packed_lengths": (3, 1, 12)}),
+    "documents over cp2, a ring": (2, "gqa", {"cp": 2, **DOCUMENTS}),
+    "documents over cp2, a ring, two sequences": (2, "mla", {"cp": 2, "mbs": 2, **DOCUMENTS}),
+    "documents over cp2, gathered": (2, "mla", {"cp": 2, "cp_comm": "all_gather", **DOCUMENTS}),
+    "documents over cp2, gathered for windows": (2, "windowed", {"cp": 2, "mbs": 2, **DOCUMENTS}),
+    "documents over cp2, heads split": (2, "gqa", {"cp": 2, "cp_comm": "a2a", "mbs": 2, **DOCUMENTS}),
+    "documents over cp2, heads split, windows": (2, "windowed", {"cp": 2, "cp_comm": "a2a", **DOCUMENTS}),
     "pp2 dp2, states replicated": (4, "mla", {"pp": 2, "sharding": "none", "ep": 2}),
     "cp2 tp2, full recompute": (4, "gqa", {"cp": 2, "tp": 2, "ep": 2, "recompute": ("full",)}),
     "tp2 cp2 dp2, etp2 ep4": (8, "gqa", {"tp": 2, "cp": 2, "etp": 2, "ep": 4}),
@@ -155,7 +172,7 @@ def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pools]:
 
 def check(pools: Pools, case: tuple[int, str, dict[str, Any]]) -> None:
     num_gpus, model, changes = case
-    expected = alone(model, changes.get("mbs", 1))
+    expected = alone(model, changes.get("mbs", 1), packed_lengths=changes.get("packed_lengths", ()))
     assert_same_run(expected, pools[num_gpus].run(train_folded, model, num_gpus, changes))
 
 

@@ -98,6 +98,19 @@ def test_latent_attention_is_its_formula(mesh: Mesh) -> None:
     torch.testing.assert_close(block(x_LH), out.reshape(32, -1) @ block.out_weight.t())
 
 
+@pytest.mark.parametrize("model", [GQA_MODEL, MLA_MODEL])
+def test_packed_documents_are_read_as_if_each_were_alone(model: ModelSpec, mesh: Mesh) -> None:
+    documents = (3, 9, 4)
+    ids_BS = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(2))
+    packed = build(tiny_plan(model, 1, packed_lengths=documents), mesh).logits(ids_BS.flatten()).view(2, 16, -1)
+    parts = zip(ids_BS.split(documents, 1), packed.split(documents, 1), strict=True)
+    for ids, logits in parts:
+        alone = build(tiny_plan(model, 1, seq_len=ids.shape[1]), mesh).logits(ids.flatten())
+        torch.testing.assert_close(logits, alone.view_as(logits), rtol=0, atol=1e-12)
+    whole = build(tiny_plan(model, 1), mesh).logits(ids_BS.flatten()).view(2, 16, -1)
+    assert float((packed - whole).detach()[:, 3:].abs().max()) > 1e-6
+
+
 def test_head_loss_is_cross_entropy_with_its_gradients(mesh: Mesh) -> None:
     hidden, weight = normal(12, 8), normal(20, 8)
     targets = torch.arange(12) % 20

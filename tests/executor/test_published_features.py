@@ -80,6 +80,7 @@ def alone(model: ModelSpec) -> Outcome:
         {"cp": 2, "ep": 2, "cp_comm": "p2p"},
         {"cp": 2, "ep": 2, "cp_comm": "all_gather"},
         {"cp": 2, "ep": 4, "cp_comm": "a2a"},
+        {"cp": 4, "ep": 4, "cp_comm": "a2a+p2p", "cp_a2a_size": 2},
     ],
     ids=str,
 )

@@ -21,6 +21,7 @@ MLA = MlaAttention(
 EVERYTHING = {
     "offload_modules": ("core_attn", "attn_proj", "attn_norm", "qkv_linear", "mlp_norm", "expert_fc1", "moe_act")
 }
+PACKED = {"packed_lengths": (64, 128, 64)}
 DEEPSEEK = Router(score_function="sigmoid", num_groups=4, top_groups=2, scaling_factor=2.5, aux_loss="seq_aux_loss")
 
 
@@ -139,6 +140,11 @@ def test_probabilities_after_the_experts(model: ModelSpec, changes: dict[str, An
         {"cp": 2, "num_gpus": 2, "cp_comm": "a2a", "offload_modules": ("core_attn",)},
         {"cp": 4, "num_gpus": 4, "cp_comm": "a2a", "recompute": ("core_attn",)},
         {"tp": 2, "cp": 2, "num_gpus": 4, "recompute": ("layernorm", "moe_act")},
+        {"cp": 4, "num_gpus": 4, "cp_comm": "a2a+p2p", "cp_a2a_size": 2},
+        {"cp": 4, "num_gpus": 4, "cp_comm": "a2a+p2p", "cp_a2a_size": 2, "offload_modules": ("core_attn",)},
+        {"cp": 2, "num_gpus": 2, **PACKED},
+        {"cp": 2, "num_gpus": 2, "cp_comm": "a2a", **PACKED},
+        {"tp": 2, "num_gpus": 2, **PACKED},
     ],
 )
 @pytest.mark.parametrize("model", [small_model(), small_model(MLA), small_model(dense=True)])
@@ -146,6 +152,14 @@ def test_ranks_that_split_a_layer(model: ModelSpec, changes: dict[str, Any]) -> 
     if model.moe is None:
         changes = {key: value for key, value in changes.items() if key != "etp"}
     check(small_plan(model, **changes))
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"recompute": ("core_attn",)}, {"offload_modules": ("core_attn",)}, EVERYTHING]
+)
+@pytest.mark.parametrize("model", [small_model(), small_model(NORMED), small_model(MLA), small_model(dense=True)])
+def test_packed_documents(model: ModelSpec, changes: dict[str, Any]) -> None:
+    check(small_plan(model, **PACKED, **changes))
 
 
 @pytest.mark.parametrize("factor", [0.5, 1.0, 1.5])
