@@ -25,6 +25,8 @@ def test_what_a_graph_cannot_hold_is_named() -> None:
         check_supported(tiny_plan(GQA_MODEL, 4, cuda_graph=("attn",)))
     with pytest.raises(InvalidInputError, match=r"^precision: got fp64"):
         check_supported(tiny_plan(GQA_MODEL, 1, cuda_graph=("full_iteration",)))
+    with pytest.raises(InvalidInputError, match=r"^routing: got drop without pad_to_capacity"):
+        check_supported(PLAN.replace(routing="drop"))
     with pytest.raises(InvalidInputError, match=r"^force_balance: got True with cuda_graph full_iteration"):
         check_graph(PLAN, RunConfig(force_balance=True))
 
