@@ -9,10 +9,14 @@ from moeplan.executor.data import open_tokens
 from moeplan.executor.mesh import build_mesh
 from moeplan.executor.step_graph import StepGraph
 from moeplan.executor.train import Trainer
+from moeplan.model_spec import Moe, Router
 from moeplan.run_config import RunConfig
 from tests.executor.cases import GQA_MODEL, tiny_plan
 
 PLAN = tiny_plan(GQA_MODEL, 1, precision="bf16", cuda_graph=("full_iteration",))
+
+MOE = Moe(num_experts=8, top_k=2, expert_ffn_size=16, router=Router(capacity_factor=1.0, pad_to_capacity=False))
+UNPADDED = GQA_MODEL.model_copy(update={"moe": MOE})
 
 
 def test_one_gpu_may_have_it() -> None:
@@ -26,7 +30,7 @@ def test_what_a_graph_cannot_hold_is_named() -> None:
     with pytest.raises(InvalidInputError, match=r"^precision: got fp64"):
         check_supported(tiny_plan(GQA_MODEL, 1, cuda_graph=("full_iteration",)))
     with pytest.raises(InvalidInputError, match=r"^routing: got drop without pad_to_capacity"):
-        check_supported(PLAN.replace(routing="drop"))
+        check_supported(tiny_plan(UNPADDED, 1, precision="bf16", cuda_graph=("full_iteration",), routing="drop"))
     with pytest.raises(InvalidInputError, match=r"^force_balance: got True with cuda_graph full_iteration"):
         check_graph(PLAN, RunConfig(force_balance=True))
 
