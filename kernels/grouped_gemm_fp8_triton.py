@@ -5,6 +5,9 @@ rows [P, K] and weights [E, N, K] for forward and input gradients; [M, P] and [N
 expert are padded to whole tiles (:mod:`moeplan.kernels.padded_rows`), so a tile belongs to one expert and nothing
 inside the loops is masked.
 
+With one scale a tensor a sum stays in the tensor cores' accumulators, which keep fewer bits than fp32 on Hopper;
+blockwise sums leave them for fp32 every 128 elements.
+
 Shapes: P padded rows, R rows, K summed width, N output width, E experts, M and N sides of a weight gradient.
 """
 # ruff: noqa: ANN001, ANN202, PLR0917 - Triton takes by position, and reads every annotation as a constant
