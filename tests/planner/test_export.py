@@ -64,3 +64,11 @@ def test_what_megatron_has_no_word_for_is_refused() -> None:
 def test_hosts_must_be_full(target: str) -> None:
     with pytest.raises(InvalidInputError, match="12 GPUs do not fill hosts of 8"):
         export(job(num_gpus=12, global_batch_size=96), target)
+
+
+def test_a_job_trains_in_the_environment_of_a_run() -> None:
+    from moeplan.executor.launch import ALLOCATOR_VARIABLE, GROWING_SEGMENTS
+
+    files = export(job(stack="native"), "slurm")
+    (exports,) = (line for line in files["job.sbatch"].splitlines() if line.startswith("export "))
+    assert f"{ALLOCATOR_VARIABLE}={GROWING_SEGMENTS}" in exports.split()
