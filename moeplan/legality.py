@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from moeplan.model_spec import MlaAttention, ModelSpec
 from moeplan.pipeline_order import schedule_problem
 from moeplan.point import Point
-from moeplan.vocabulary import PRECISIONS
+from moeplan.vocabulary import PRECISIONS, RecomputeModule
 
 FP8_BLOCK = 128
 # deepseek-ai/DeepEP: the tuned table of deep_ep/buffer.py (issues 464, 90) and the row caps of its kernels (issue 722).
@@ -32,6 +32,7 @@ def violations(model: ModelSpec, point: Point) -> Iterator[tuple[str, str]]:
     yield from _overlap_violations(model, point)
     yield from _graph_violations(model, point)
     yield from _precision_violations(point)
+    yield from recompute_violations(model, point, point.recompute)
     yield from _block_violations(model, point)
     yield from _deepep_violations(model, point)
     yield from _offload_violations(point)
@@ -44,11 +45,8 @@ def _overlap_violations(model: ModelSpec, point: Point) -> Iterator[tuple[str, s
     """Batch-level overlap (report section 2.5) and shared-expert overlap (2.6)."""
     if point.delay_wgrad and not point.ep_overlap:
         yield "delay_wgrad", "delayed weight gradients need ep_overlap"
-    if point.shared_expert_overlap:
-        if model.moe is None or not model.moe.shared_ffn_size:
-            yield "shared_expert_overlap", f"{model.name} has no shared expert"
-        if "shared_experts" in point.recompute:
-            yield "shared_expert_overlap", "excludes recompute of shared_experts"
+    if point.shared_expert_overlap and (model.moe is None or not model.moe.shared_ffn_size):
+        yield "shared_expert_overlap", f"{model.name} has no shared expert"
     if not point.ep_overlap:
         return
     if point.ep == 1:
@@ -96,9 +94,25 @@ def _precision_violations(point: Point) -> Iterator[tuple[str, str]]:
         yield "main_weight_remainders", f"needs bf16 weights beside main ones, got {what}"
     if point.fp8_primary_weights and point.optimizer_cpu_frac:
         yield "optimizer_cpu_frac", "excludes fp8_primary_weights"
-    barred = {"moe_act", "layernorm"} & set(point.recompute)
+
+
+def recompute_violations(
+    model: ModelSpec, point: Point, recompute: tuple[RecomputeModule, ...]
+) -> Iterator[tuple[str, str]]:
+    """What excludes recomputing these modules, whatever ``point.recompute`` says; EP overlap has its own rule."""
+    modules = set(recompute)
+    if "full" in modules and len(modules) > 1:
+        yield "recompute", f"got {list(recompute)}, allowed: full alone, or modules"
+    if "mla_up_proj" in modules and not isinstance(model.attention, MlaAttention):
+        yield "recompute", f"mla_up_proj needs MLA attention, {model.name} has {model.attention.kind}"
+    barred = {"moe_act", "layernorm"} & modules
     if point.precision == "fp8_delayed" and barred:
         yield "recompute", f"delayed scaling excludes {', '.join(sorted(barred))}"
+    if point.shared_expert_overlap and "shared_experts" in modules:
+        yield "shared_expert_overlap", "excludes recompute of shared_experts"
+    stashed = {"full", "moe"} & modules
+    if point.paged_stash_factor and stashed:
+        yield "paged_stash_factor", f"excludes recompute of {', '.join(sorted(stashed))}"
 
 
 def _block_violations(model: ModelSpec, point: Point) -> Iterator[tuple[str, str]]:
@@ -161,11 +175,9 @@ def _stash_violations(model: ModelSpec, point: Point) -> Iterator[tuple[str, str
         return
     if model.moe is None:
         yield "paged_stash_factor", f"{model.name} has no experts"
-    elsewhere = {"full", "moe"} & set(point.recompute) | {"expert_fc1", "moe_act", "fused_group_mlp"} & set(
-        point.offload_modules
-    )
-    if elsewhere:
-        yield "paged_stash_factor", f"excludes recompute or offload of {', '.join(sorted(elsewhere))}"
+    sent = {"expert_fc1", "moe_act", "fused_group_mlp"} & set(point.offload_modules)
+    if sent:
+        yield "paged_stash_factor", f"excludes offload of {', '.join(sorted(sent))}"
 
 
 def _echo_violations(model: ModelSpec, point: Point) -> Iterator[tuple[str, str]]:
@@ -174,6 +186,8 @@ def _echo_violations(model: ModelSpec, point: Point) -> Iterator[tuple[str, str]
         return
     if model.moe is None or point.ep == 1:
         yield "echo_slots", "needs experts and ep > 1"
+    if model.moe is not None and model.moe.mlp_bias:
+        yield "echo_slots", f"clones experts without biases, {model.name} has them"
     if point.routing == "drop":
         yield "echo_slots", "excludes routing drop"
     for key in ("ep_overlap", "shared_expert_overlap"):

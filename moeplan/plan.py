@@ -12,7 +12,7 @@ from moeplan.errors import MoeplanError
 from moeplan.folding import Folding
 from moeplan.layout import PipelineLayout, balanced_layout
 from moeplan.legality import violations
-from moeplan.model_spec import MlaAttention, ModelSpec
+from moeplan.model_spec import ModelSpec
 from moeplan.point import Point
 from moeplan.record import Record
 from moeplan.vocabulary import (
@@ -125,18 +125,9 @@ class Plan(Record):
                 object.__setattr__(self, "layout", balanced_layout(self.model, num_stages).text)
         except MoeplanError as error:
             raise ValueError(error.message) from None
-        self._check_recompute()
-        return self
-
-    def _check_recompute(self) -> None:
-        if "full" in self.recompute and len(self.recompute) > 1:
-            raise ValueError(f"recompute: got {list(self.recompute)}, allowed: full alone, or modules")
-        if "mla_up_proj" in self.recompute and not isinstance(self.model.attention, MlaAttention):
-            raise ValueError(
-                f"recompute: mla_up_proj needs MLA attention, {self.model.name} has {self.model.attention.kind}"
-            )
         for name in ("recompute", "cuda_graph", "offload_modules"):
             object.__setattr__(self, name, tuple(sorted(set(getattr(self, name)))))
+        return self
 
     @cached_property
     def folding(self) -> Folding:

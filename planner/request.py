@@ -17,7 +17,8 @@ PINNABLE = (
     "recompute", "dispatcher", "flex_backend",
     "memory_efficient_permutation", "sharding", "grad_dtype", "moment_dtype", "micro_batch_group_size",
     "overlap_grad_reduce", "overlap_param_gather", "ep_overlap", "delay_wgrad", "shared_expert_overlap",
-    "dispatch_sms", "routing", "cuda_graph", "fused_grouped_mlp", "permute_fusion", "router_fusion",
+    "dispatch_sms", "echo_slots", "paged_stash_factor", "routing",
+    "cuda_graph", "fused_grouped_mlp", "permute_fusion", "router_fusion",
     "fp8_primary_weights", "fp8_attention", "tp_comm_overlap", "offload_layers", "offload_modules",
     "offload_optimizer_states", "optimizer_cpu_frac", "dp_replicate", "main_weight_remainders",
 )  # fmt: skip

@@ -3,14 +3,14 @@
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import chain, combinations, product
+from itertools import combinations, product
 from math import gcd
 from typing import Any
 
 from moeplan.errors import InvalidInputError
 from moeplan.hwprofiles.schema import DispatchBackend, HardwareProfile
 from moeplan.layout import PipelineLayout, balanced_layout
-from moeplan.legality import violations
+from moeplan.legality import recompute_violations, violations
 from moeplan.model_spec import MlaAttention, ModelSpec
 from moeplan.plan import Plan
 from moeplan.planner.request import SearchRequest
@@ -254,21 +254,48 @@ def dispatch_fields(backend: str) -> dict[str, Any]:
 
 
 def _legal(request: SearchRequest, space: Space, chosen: dict[str, Any], tally: Tally) -> Iterator[Family]:
+    base = make_point(request, chosen | {"mbs": space.mbs[0]})
+    recompute, why_none = _legal_recompute(request, space.recompute, base)  # the same for every mbs
     for mbs in space.mbs:
         point = make_point(request, chosen | {"mbs": mbs})
-        forbidden = next((key for key, values in request.forbidden.items() if getattr(point, key) in values), None)
-        rules = chain(
-            violations(request.model, point),
-            request.stack.violations(request.model, point),
-            request.stack.failures(request.model, point, request.profile),
-        )
-        problem = ("forbidden", f"--forbid {forbidden}") if forbidden else next(rules, None)
-        if problem:
+        problem = next(_problems(request, point), why_none)
+        if problem is not None:
             tally.add(*problem)
             continue
         layout = _layout(request.model, point)
         fields = point.as_dict() | {"layout": layout}
-        yield Family(Point(**fields), space.recompute)
+        yield Family(Point(**fields), recompute)
+
+
+def _problems(request: SearchRequest, point: Point) -> Iterator[tuple[str, str]]:
+    """Why a point that recomputes nothing is no candidate."""
+    for key, values in request.forbidden.items():
+        if key != "recompute" and getattr(point, key) in values:
+            yield "forbidden", f"--forbid {key}"
+    yield from violations(request.model, point)
+    yield from request.stack.violations(request.model, point)
+    yield from request.stack.failures(request.model, point, request.profile)
+
+
+def _legal_recompute(
+    request: SearchRequest, sets: tuple[RecomputeSet, ...], base: Point
+) -> tuple[tuple[RecomputeSet, ...], tuple[str, str] | None]:
+    """The sets of modules that go with the point, and where there is none, why the first does not."""
+    problems = [next(_recompute_problems(request, base, chosen), None) for chosen in sets]
+    legal = tuple(chosen for chosen, problem in zip(sets, problems, strict=True) if problem is None)
+    return legal, None if legal else problems[0]
+
+
+def _recompute_problems(request: SearchRequest, base: Point, chosen: RecomputeSet) -> Iterator[tuple[str, str]]:
+    """``--forbid recompute=a+b`` rules out every set that holds both, ``none`` the empty one."""
+    modules = set(chosen)
+    for barred in request.forbidden.get("recompute", ()):
+        if modules.issuperset(barred) if barred else not chosen:
+            yield "forbidden", "--forbid recompute"
+    yield from recompute_violations(request.model, base, chosen)
+    yield from request.stack.recompute_violations(chosen)
+    if request.fixed.get("ep_overlap") and not modules.isdisjoint(EXCLUDE_EP_OVERLAP):
+        yield "ep_overlap", f"excludes recompute of {', '.join(chosen)}"
 
 
 def _layout(model: ModelSpec, point: Point) -> str:

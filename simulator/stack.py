@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveInt, field_validator
 
 from moeplan.errors import InvalidInputError, nearest_names
 from moeplan.files import read_toml, validate
@@ -71,6 +71,13 @@ class SoftwareStack(Record):
     features: tuple[Feature, ...] = Field(default=(), description="further settings of a plan that it executes")
     defaults: tuple[DefaultRule, ...] = Field(default=(), description="what its recipes set; the first rule wins")
     ep_covers_tp: bool = Field(default=False, description="refuses an ep below tp for MoE models")
+    pads_shards: bool = Field(
+        default=True, description="pads a vocabulary over tp, and biases of experts over etp, that do not divide"
+    )
+    excluded: tuple[dict[str, Any], ...] = Field(
+        default=(),
+        description="settings it does not run together: all of an entry; a list gives alternatives, true is any on",
+    )
     known_failures: tuple[KnownFailure, ...] = Field(default=(), description="settings that hang or fail on a machine")
     max_pp: PositiveInt | None = None
     max_vp: PositiveInt | None = None
@@ -110,6 +117,14 @@ class SoftwareStack(Record):
 
     time: StackTime = Field(description="launches, fusions, graphs and overlap: what it adds to kernel times")
     on_cpu: dict[str, Any] = Field(default={}, description="fields that differ on a CPU, as in this file")
+
+    @field_validator("excluded")
+    @classmethod
+    def _are_settings(cls, entries: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], ...]:
+        unknown = [key for entry in entries for key in entry if key not in Point.__slots__]
+        if unknown:
+            raise ValueError(f"{unknown[0]!r} is no setting of a plan")
+        return entries
 
     def on(self, device: Literal["cuda", "cpu"]) -> "SoftwareStack":
         """The stack as it runs on that kind of device. InvalidInputError where ``on_cpu`` has wrong fields."""
@@ -151,24 +166,35 @@ class SoftwareStack(Record):
         )
         return features(self.defaults, setting)
 
+    def recompute_violations(self, recompute: tuple[RecomputeModule, ...]) -> Iterator[tuple[str, str]]:
+        """Each module that this stack does not recompute."""
+        for module in recompute:
+            if module not in self.recompute:
+                allowed = ", ".join(self.recompute) or "nothing"
+                yield "recompute", f"stack {self.name} recomputes {allowed}, got {module}"
+
     def violations(self, model: ModelSpec, point: Point) -> Iterator[tuple[str, str]]:
         """Each thing the point asks and this stack does not execute, as (key, what was got and what is allowed)."""
         stack = f"stack {self.name}"
         if point.precision not in self.precisions:
             yield "precision", f"{stack} runs {', '.join(self.precisions)}, got {point.precision}"
-        for module in point.recompute:
-            if module not in self.recompute:
-                yield "recompute", f"{stack} recomputes {', '.join(self.recompute) or 'nothing'}, got {module}"
+        yield from self.recompute_violations(point.recompute)
         for name in FEATURES:
             asked = point.sharding == "full" if name == "full_sharding" else getattr(point, name)
             if asked and name not in self.features:
                 yield name, f"{stack} has no {name}, got {asked}"
+        for entry in self.excluded:
+            if all(_is_met(getattr(point, key), wanted) for key, wanted in entry.items()):
+                together = " with ".join(f"{key} {getattr(point, key)}" for key in entry)
+                yield next(iter(entry)), f"{stack} does not run {together}"
         for axis, limit in (("pp", self.max_pp), ("vp", self.max_vp), ("cp", self.max_cp)):
             degree: int = getattr(point, axis)
             if limit is not None and degree > limit:
                 yield axis, f"{stack} runs at most {axis} {limit}, got {degree}"
         if point.cp > 1 and point.cp_comm not in self.cp_comm:
             yield "cp_comm", f"{stack} runs {', '.join(self.cp_comm)}, got {point.cp_comm}"
+        if not self.pads_shards:
+            yield from _uneven_shards(model, point, stack)
         if model.moe is None:
             return
         if self.ep_covers_tp and point.ep < point.tp:
@@ -178,6 +204,20 @@ class SoftwareStack(Record):
             yield "model", f"{stack} has no MoE layer, {model.name} needs one"
         elif backend not in (*self.dispatchers, *self.optional_dispatchers):
             yield "dispatcher", f"{stack} has {', '.join(self.dispatchers)}, got {backend}"
+
+
+def _is_met(value: object, wanted: object) -> bool:
+    """Whether a setting has one of the values that an exclusion names."""
+    if wanted is True:
+        return bool(value)
+    return value in wanted if isinstance(wanted, list | tuple) else value == wanted
+
+
+def _uneven_shards(model: ModelSpec, point: Point, stack: str) -> Iterator[tuple[str, str]]:
+    if model.vocab_size % point.tp:
+        yield "tp", f"{stack} splits the vocabulary of {model.vocab_size} evenly, got tp {point.tp}"
+    if model.moe is not None and model.moe.mlp_bias and model.hidden_size % point.etp:
+        yield "etp", f"{stack} splits biases of {model.hidden_size} evenly, got etp {point.etp}"
 
 
 def stack_names() -> tuple[str, ...]:

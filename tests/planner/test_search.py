@@ -6,7 +6,7 @@ from moeplan.errors import InvalidInputError
 from moeplan.hwprofiles.load import load_profile
 from moeplan.legality import violations
 from moeplan.planner.request import SearchRequest, parse_forbidden, parse_pins
-from moeplan.planner.search import SearchOutcome, search
+from moeplan.planner.search import SearchOutcome, search, to_plan
 from moeplan.planner.space import Tally, default_space, families, recompute_sets, vp_values
 from moeplan.presets import load_model
 from moeplan.simulator.memory import peak_memory_bytes
@@ -177,3 +177,60 @@ def test_dispatchers_that_fail_on_a_machine_are_turned_down_with_the_report() ->
     tally = Tally()
     assert not [family for group in families(asked, default_space(asked), tally) for family in group]
     assert "issue 5067" in tally.examples["dispatcher"]
+
+
+@pytest.mark.parametrize(
+    "fix, kept",
+    [
+        # Delayed scaling excludes layernorm and moe_act; all but attention includes layernorm.
+        (
+            "precision=fp8_delayed",
+            {(), ("mla_up_proj",), ("shared_experts",), ("mla_up_proj", "shared_experts"), ("full",)},
+        ),
+        ("shared_expert_overlap=true,recompute=shared_experts", set()),
+        ("paged_stash_factor=1.5,recompute=full", set()),
+        ("ep_overlap=true,recompute=full", set()),
+        ("recompute=full+moe_act", set()),
+        ("recompute=core_attn", {("core_attn",)}),
+    ],
+)
+def test_recompute_that_a_plan_excludes_is_never_proposed(fix: str, kept: set[tuple[str, ...]]) -> None:
+    """Such points once reached the ranking, where making a plan of them failed."""
+    pins = parse_pins(f"tp=1,etp=1,ep=8,pp=1,mbs=1,dispatcher=alltoall,{fix}", "--fix")
+    model, profile = load_model("deepseek-v2-lite"), load_profile("h100")
+    asked = SearchRequest(model, "h100", profile, load_stack("native"), 8, 4096, 64, pins)
+    tally = Tally()
+    found = [family for group in families(asked, default_space(asked), tally) for family in group]
+    assert {chosen for family in found for chosen in family.recompute} == kept
+    for family in found:
+        for point in family.points():
+            to_plan(asked, point)
+    if not kept:
+        with pytest.raises(InvalidInputError, match="no legal plan with"):
+            search(asked)
+
+
+def test_forbidden_modules_are_recomputed_in_no_set() -> None:
+    for forbid, present, absent in (
+        ("recompute=moe_act", ("layernorm", "full"), ("moe_act",)),
+        ("recompute=full", ("moe_act",), ("full",)),
+    ):
+        asked = request(fix="tp=1,ep=64,etp=1,pp=4,vp=4,mbs=1", forbid=forbid)
+        sets = [
+            set(chosen)
+            for group in families(asked, default_space(asked), Tally())
+            for one in group
+            for chosen in one.recompute
+        ]
+        assert all(any(name in chosen for chosen in sets) for name in present)
+        assert not any(name in chosen for chosen in sets for name in absent)
+    asked = request(fix="tp=1,ep=64,etp=1,pp=4,vp=4,mbs=1", forbid="recompute=layernorm+moe_act,recompute=none")
+    sets = [
+        set(chosen)
+        for group in families(asked, default_space(asked), Tally())
+        for one in group
+        for chosen in one.recompute
+    ]
+    assert {"layernorm"} in sets
+    assert set() not in sets
+    assert not any({"layernorm", "moe_act"} <= chosen for chosen in sets)

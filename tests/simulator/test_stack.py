@@ -37,11 +37,7 @@ def test_unknown_name_offers_the_nearest() -> None:
 def test_number_without_source_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "bare.toml"
     text = toml_text(load_stack("native").model_copy(update={"name": "bare"}))
-    path.write_text(
-        text.split("[allocator_reserve_frac]")[0].replace(
-            "[logit_bytes]", "allocator_reserve_frac = 0.1\n[logit_bytes]"
-        )
-    )
+    path.write_text("allocator_reserve_frac = 0.1\n" + text.split("[allocator_reserve_frac]")[0])
     with pytest.raises(InvalidInputError, match=r"allocator_reserve_frac: a bare number has no source"):
         load_stack(str(path))
 
