@@ -11,6 +11,7 @@ from torch import Tensor
 from moeplan.errors import InvalidInputError
 from moeplan.executor.check import check_export
 from moeplan.executor.export_hf import export_hf, export_trained, write_part
+from moeplan.executor.launch import launch
 from moeplan.executor.mesh import build_mesh
 from moeplan.executor.model import Transformer
 from moeplan.hf_layout import checkpoint_places
@@ -21,6 +22,7 @@ from moeplan.presets import load_model
 from moeplan.run_config import RunConfig
 from tests.executor.cases import MLA_MODEL, build_trainer, tiny_plan
 from tests.executor.gloo_pool import GlooPool, gloo_pool
+from tests.executor.run_files import files
 
 QWEN = ModelSpec(
     name="tiny-qwen",
@@ -122,6 +124,14 @@ def test_weights_that_live_in_fp8_are_exported_as_they_are_trained(
     assert got.keys() == expected.keys()
     for name, weight in expected.items():
         torch.testing.assert_close(got[name], weight, rtol=0, atol=0, msg=name)
+
+
+@pytest.mark.slow
+def test_a_run_exports_what_it_trained(tmp_path: Path) -> None:
+    plan = tiny_plan(WIDE, 2, precision="fp8_current", fp8_primary_weights=True, ep=2)
+    plan_path, run_path, out = files(tmp_path, plan, steps=5, profile_steps=1, export_hf=str(tmp_path / "exported"))
+    assert launch(plan_path, run_path, out, 2, lambda _: None)
+    assert {weight.dtype for weight in read(tmp_path / "exported").values()} == {torch.bfloat16}
 
 
 def export_counting(rank: int, plan: Plan, folder: str) -> list[int]:
