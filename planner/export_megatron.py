@@ -25,6 +25,9 @@ _PRECISION_FLAGS: dict[PrecisionName, tuple[Flag, ...]] = {
     "nvfp4": (("bf16",), ("fp4-format", "e2m1"), ("fp4-recipe", "nvfp4")),
 }
 
+# Settings of a plan that its flags cannot say. (Without memory_efficient_permutation it trains the same in less memory.)
+_NO_FLAG = ("packed_lengths", "echo_slots", "paged_stash_factor", "offload_layers")
+
 _SCRIPT = """\
 #!/bin/bash
 # Plan {plan_id} for Megatron-LM (flags of its main branch of 2026), from the root of its repository: run this on each
@@ -53,7 +56,21 @@ def megatron_files(plan: Plan, run: RunConfig, gpus_per_host: int) -> Mapping[st
     return {"pretrain.sh": script}
 
 
+def _check(plan: Plan) -> None:
+    for key in _NO_FLAG:
+        got, default = getattr(plan, key), Plan.model_fields[key].default
+        if got != default:
+            hint = "use offload_modules" if key == "offload_layers" else "train it with moeplan"
+            raise InvalidInputError(f"{key}: got {got}, Megatron-LM has no flag for it", hint)
+    for key, allowed in (("grad_dtype", ("fp32", "bf16")), ("moment_dtype", ("fp32", "bf16", "fp8"))):
+        if getattr(plan, key) not in allowed:
+            raise InvalidInputError(
+                f"{key}: got {getattr(plan, key)}, Megatron-LM has {', '.join(allowed)}", "use fp32"
+            )
+
+
 def _plan_flags(plan: Plan) -> Iterator[Flag]:
+    _check(plan)
     yield from _folding_flags(plan)
     if plan.precision not in _PRECISION_FLAGS:
         allowed = ", ".join(_PRECISION_FLAGS)
@@ -61,6 +78,8 @@ def _plan_flags(plan: Plan) -> Iterator[Flag]:
     yield from _PRECISION_FLAGS[plan.precision]
     if plan.fp8_primary_weights:
         yield ("fp4-param-gather",) if plan.precision == "nvfp4" else ("fp8-param-gather",)
+    if plan.fp8_attention:
+        yield ("fp8-dot-product-attention",)
     yield from _recompute_flags(plan)
     yield from _optimizer_flags(plan)
     if plan.model.moe is not None:
@@ -106,11 +125,6 @@ def _recompute_flags(plan: Plan) -> Iterator[Flag]:
     if plan.offload_modules:
         yield ("fine-grained-activation-offloading",)
         yield "offload-modules", *plan.offload_modules
-    if plan.offload_layers:
-        raise InvalidInputError(
-            f"offload_layers: got {plan.offload_layers}, Megatron-LM offloads modules of every layer",
-            "use offload_modules",
-        )
 
 
 def _optimizer_flags(plan: Plan) -> Iterator[Flag]:
@@ -119,13 +133,18 @@ def _optimizer_flags(plan: Plan) -> Iterator[Flag]:
         yield "data-parallel-sharding-strategy", "optim_grads_params"
     if plan.sharding != "none":
         yield ("use-distributed-optimizer",)
-        yield from ((name,) for name in ("overlap-grad-reduce", "overlap-param-gather") if _is_on(plan, name))
+        yield from [("overlap-param-gather",)] if plan.overlap_param_gather else []
+    if plan.overlap_grad_reduce:
+        yield ("overlap-grad-reduce",)
     if plan.grad_dtype == "bf16":
         yield ("grad-reduce-in-bf16",)
     if plan.dp_replicate > 1:
         yield "num-distributed-optimizer-instances", str(plan.dp_replicate)
+    if plan.main_weight_remainders or plan.moment_dtype in {"bf16", "fp8"}:
+        yield (
+            "use-precision-aware-optimizer",
+        )  # keeps remainders of main weights with Transformer Engine 2.1 or later
     if plan.moment_dtype in {"bf16", "fp8"}:
-        yield ("use-precision-aware-optimizer",)
         yield "exp-avg-dtype", plan.moment_dtype
         yield "exp-avg-sq-dtype", plan.moment_dtype
     if plan.optimizer_cpu_frac:
@@ -133,10 +152,6 @@ def _optimizer_flags(plan: Plan) -> Iterator[Flag]:
         yield "optimizer-offload-fraction", f"{plan.optimizer_cpu_frac:g}"
     if plan.offload_optimizer_states:
         yield ("offload-optimizer-states",)
-
-
-def _is_on(plan: Plan, flag: str) -> bool:
-    return bool(getattr(plan, flag.replace("-", "_")))
 
 
 def _expert_flags(plan: Plan) -> Iterator[Flag]:

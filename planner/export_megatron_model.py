@@ -13,6 +13,16 @@ _ACTIVATION_FLAGS: dict[str, tuple[Flag, ...]] = {
     "gelu": (),
 }
 
+# What Megatron-LM takes for what its flags leave open.
+_LLAMA3: dict[str, object] = {"original_max_positions": 8192, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_YARN: dict[str, object] = {
+    "original_max_positions": 4096,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": True,
+    "attention_factor": None,
+}
+
 
 def model_flags(model: ModelSpec, seq_len: int) -> Iterator[Flag]:
     """Flags of all that ModelSpec says. Raises InvalidInputError for what Megatron-LM has no flag for."""
@@ -96,16 +106,24 @@ def _latent_flags(model: ModelSpec, attention: MlaAttention) -> Iterator[Flag]:
 def _rope_flags(model: ModelSpec) -> Iterator[Flag]:
     scaling = model.rope_scaling
     if isinstance(scaling, Llama3Scaling):
+        _check_scaling(scaling, _LLAMA3)
         yield ("use-rope-scaling",)
         yield "rope-scaling-factor", f"{scaling.factor:g}"
     elif isinstance(scaling, YarnScaling):
         if not isinstance(model.attention, MlaAttention):
             raise _unknown("rope_scaling", "yarn", "yarn with latent attention")
+        _check_scaling(scaling, _YARN)
         yield "rotary-scaling-factor", f"{scaling.factor:g}"
         yield "mscale", f"{scaling.mscale:g}"
         yield "mscale-all-dim", f"{scaling.mscale_all_dim:g}"
     elif isinstance(model.attention, MlaAttention):
         yield "rotary-scaling-factor", "1"
+
+
+def _check_scaling(scaling: Llama3Scaling | YarnScaling, fixed: dict[str, object]) -> None:
+    for key, value in fixed.items():
+        if getattr(scaling, key) != value:
+            raise _unknown(f"rope_scaling.{key}", getattr(scaling, key), f"{value}")
 
 
 def _moe_flags(model: ModelSpec, moe: Moe) -> Iterator[Flag]:

@@ -4,6 +4,7 @@ import pytest
 
 from moeplan.errors import InvalidInputError
 from moeplan.hwprofiles.load import load_profile
+from moeplan.model_spec import Llama3Scaling, YarnScaling
 from moeplan.plan import Plan
 from moeplan.planner.export import EXPORTERS, ExportJob, export
 from moeplan.presets import load_model, model_names
@@ -51,6 +52,103 @@ def test_every_preset_has_flags_or_a_reason(name: str) -> None:
 def test_each_choice_of_a_plan_has_its_flag(change: dict[str, object], flag: str) -> None:
     (script,) = export(job(**change), "megatron-lm").values()
     assert f"  {flag}" in script
+
+
+# One legal value of each, of a model with MLA, shared experts and MTP on tp 2, cp 2, ep 8 in FP8.
+OTHERWISE: dict[str, object] = {
+    "seq_len": 8192,
+    "global_batch_size": 128,
+    "mbs": 2,
+    "tp": 1,
+    "cp": 1,
+    "cp_comm": "all_gather",
+    "pp": 2,
+    "etp": 2,
+    "ep": 16,
+    "precision": "bf16",
+    "packed_lengths": (1024, 3072),
+    "recompute": ("full",),
+    "dispatcher": "allgather",
+    "sharding": "none",
+    "dp_replicate": 2,
+    "grad_dtype": "bf16",
+    "moment_dtype": "bf16",
+    "main_weight_remainders": True,
+    "overlap_grad_reduce": False,
+    "overlap_param_gather": False,
+    "ep_overlap": True,
+    "shared_expert_overlap": True,
+    "echo_slots": 1,
+    "paged_stash_factor": 1.5,
+    "routing": "natural",
+    "cuda_graph": ("attn",),
+    "fused_grouped_mlp": True,
+    "permute_fusion": False,
+    "router_fusion": False,
+    "fp8_primary_weights": True,
+    "fp8_attention": True,
+    "tp_comm_overlap": True,
+    "offload_layers": 1,
+    "offload_modules": ("expert_fc1",),
+    "offload_optimizer_states": True,
+    "optimizer_cpu_frac": 0.5,
+}
+REFUSED = {"packed_lengths", "echo_slots", "paged_stash_factor", "offload_layers"}
+# What says nothing by itself: it follows from others, or needs another one beside it, tested above. Megatron-LM always
+# permutes in the way that spares memory.
+FOLLOWS = {
+    *("schema_version", "model", "hardware", "num_gpus", "stack", "dp", "edp", "vp", "layout", "sequence_parallel"),
+    *(
+        "cp_a2a_size",
+        "micro_batch_group_size",
+        "flex_backend",
+        "delay_wgrad",
+        "dispatch_sms",
+        "memory_efficient_permutation",
+    ),
+}
+
+
+def test_every_setting_of_a_plan_is_thought_of() -> None:
+    assert set(OTHERWISE) | FOLLOWS == set(Plan.model_fields)
+
+
+@pytest.mark.parametrize("key", OTHERWISE)
+def test_no_setting_is_left_out_silently(key: str) -> None:
+    def flags(**changes: object) -> list[str]:
+        fields = {"model": load_model("deepseek-v3-l4"), "num_gpus": 16, "ep": 8, "tp": 2, "cp": 2}
+        made = job(**(fields | {"precision": "fp8_current"} | changes))
+        return export(made, "megatron-lm")["pretrain.sh"].splitlines()[3:]
+
+    if key in REFUSED:
+        with pytest.raises(InvalidInputError, match=f"^{key}: got .* Megatron-LM has"):
+            flags(**{key: OTHERWISE[key]})
+    else:
+        assert flags(**{key: OTHERWISE[key]}) != flags()
+
+
+def test_gradients_travel_beside_compute_without_sharding_too() -> None:
+    (script,) = export(job(sharding="none"), "megatron-lm").values()
+    assert "--overlap-grad-reduce" in script
+    assert "--overlap-param-gather" not in script
+
+
+@pytest.mark.parametrize("key", ["grad_dtype", "moment_dtype"])
+def test_megatron_keeps_nothing_in_fp64(key: str) -> None:
+    with pytest.raises(InvalidInputError, match=f"{key}: got fp64, Megatron-LM has fp32, bf16"):
+        export(job(**{key: "fp64"}), "megatron-lm")
+
+
+def test_rope_that_megatron_has_fixed_is_refused_otherwise() -> None:
+    for scaling, name, wrong in (
+        (Llama3Scaling(factor=8, original_max_positions=8192), "llama3-8b", {"original_max_positions": 4096}),
+        (YarnScaling(factor=40, original_max_positions=4096), "deepseek-v3-l4", {"beta_fast": 1.0}),
+    ):
+        model = load_model(name).model_copy(update={"rope_scaling": scaling})
+        export(job(model=model), "megatron-lm")
+        changed = model.model_copy(update={"rope_scaling": scaling.model_copy(update=wrong)})
+        with pytest.raises(InvalidInputError, match=rf"^model\.rope_scaling\.{next(iter(wrong))}: got "):
+            export(job(model=changed), "megatron-lm")
 
 
 def test_what_megatron_has_no_word_for_is_refused() -> None:
