@@ -18,8 +18,12 @@ from moeplan.simulator.op_shapes import OpShape
 from moeplan.simulator.predict import predict
 from moeplan.simulator.stack import SoftwareStack
 from moeplan.simulator.step_model import step_model
-from moeplan.vocabulary import CudaGraphScope
+from moeplan.vocabulary import PRECISIONS, CudaGraphScope
 
+OVERLAPS = (
+    *("ep_overlap", "delay_wgrad", "shared_expert_overlap", "tp_comm_overlap"),
+    *("overlap_grad_reduce", "overlap_param_gather"),
+)
 DEGREES = ("tp", "cp", "pp", "etp", "ep", "mbs")
 
 
@@ -72,23 +76,21 @@ def neighbours(plan: Plan, profile: HardwareProfile, stack: SoftwareStack) -> li
 
 def ablations(plan: Plan, profile: HardwareProfile, stack: SoftwareStack) -> list[Variant]:
     """The plan without one technique at a time, each where the plan has it; what depends on it goes too."""
-    changes: dict[str, dict[str, Any]] = {
-        "without overlap": {
-            "ep_overlap": False,
-            "delay_wgrad": False,
-            "shared_expert_overlap": False,
-            "tp_comm_overlap": False,
-            "overlap_grad_reduce": False,
-            "overlap_param_gather": False,
-        },
-        "without low precision": {"precision": "bf16", "fp8_primary_weights": False, "fp8_attention": False},
-        "without CUDA graphs": {"cuda_graph": ()},
-        "without a deduplicating dispatcher": {"dispatcher": "alltoall", "dispatch_sms": 0, "cuda_graph": ()},
-    }
+    low_precision = {"precision": "bf16", "fp8_primary_weights": False, "fp8_attention": False}
+    changes: tuple[tuple[str, bool, dict[str, Any]], ...] = (
+        ("without overlap", any(getattr(plan, key) for key in OVERLAPS), dict.fromkeys(OVERLAPS, False)),
+        ("without low precision", PRECISIONS[plan.precision].quantized_bytes is not None, low_precision),
+        ("without CUDA graphs", bool(plan.cuda_graph), {"cuda_graph": ()}),
+        (
+            "without a deduplicating dispatcher",
+            plan.model.moe is not None and plan.dispatcher == "flex",
+            {"dispatcher": "alltoall", "dispatch_sms": 0, "cuda_graph": ()},
+        ),
+    )
     found = [
         _variant(plan, name, fields | {"layout": plan.layout}, profile, stack)
-        for name, fields in changes.items()
-        if getattr(plan, next(iter(fields))) != next(iter(fields.values()))
+        for name, is_used, fields in changes
+        if is_used
     ]
     return [*_without_grouped_gemm(plan, profile, stack), *found]
 

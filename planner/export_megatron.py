@@ -25,7 +25,7 @@ _PRECISION_FLAGS: dict[PrecisionName, tuple[Flag, ...]] = {
     "nvfp4": (("bf16",), ("fp4-format", "e2m1"), ("fp4-recipe", "nvfp4")),
 }
 
-# Settings of a plan that its flags cannot say. (Without memory_efficient_permutation it trains the same in less memory.)
+# Settings that its flags cannot say. (Without memory_efficient_permutation a plan trains the same in less memory.)
 _NO_FLAG = ("packed_lengths", "echo_slots", "paged_stash_factor", "offload_layers")
 
 _SCRIPT = """\

@@ -47,6 +47,23 @@ def test_leaving_a_technique_out_never_speeds_the_step_up(request_: SearchReques
         assert one.predicted.step_s >= best.predicted.step_s
 
 
+@pytest.mark.parametrize(
+    "fields, left_out",
+    [
+        ({"precision": "fp32"}, {"without overlap"}),  # wide, and no gain of low precision
+        ({"dispatcher": "allgather", "ep": 8, "overlap_grad_reduce": False, "overlap_param_gather": False}, set()),
+        ({"dispatcher": "flex", "ep": 8}, {"without overlap", "without a deduplicating dispatcher"}),
+        ({"overlap_param_gather": False}, {"without overlap"}),  # gradients still travel beside compute
+    ],
+)
+def test_only_techniques_that_a_plan_has_are_left_out(fields: dict[str, Any], left_out: set[str]) -> None:
+    sizes = {"num_gpus": 8, "seq_len": 4096, "global_batch_size": 64}
+    shared = {"model": load_model("qwen3-30b-a3b"), "hardware": "h100", "stack": "native"} | sizes
+    plan = Plan.model_validate(shared | fields)
+    found = {one.change for one in ablations(plan, load_profile("h100"), load_stack("native"))}
+    assert found == left_out | {"without grouped GEMM"}
+
+
 def _without_grouped_gemm_frac(model: str, **fields: Any) -> float:
     """Part by which a step on 8 H100 is longer where a rank's experts run one after another."""
     h100 = load_profile("h100")
