@@ -1,5 +1,6 @@
 """A profile that changes its base's link changes what was read over that link, unless it brings readings of its own."""
 
+from collections.abc import Callable
 from typing import Any
 
 # By tier: the field of the link's rate, and what divides it (several hosts share the switches above their leaf).
@@ -26,9 +27,18 @@ def scale_inherited(base: dict[str, Any], child: dict[str, Any], merged: dict[st
         for field, scale in (("collectives", _scaled_curve), ("dispatch", _scaled_dispatch)):
             own = child.get(field, [])
             merged[field] = [
-                entry if entry.get("tier") != tier or entry in own else scale(entry, ratio)
+                entry if entry.get("tier") != tier or entry in own else _scaled(entry, ratio, scale)
                 for entry in merged.get(field, [])
             ]
+
+
+def _scaled(
+    entry: dict[str, Any], ratio: float, scale: Callable[[dict[str, Any], float], dict[str, Any]]
+) -> dict[str, Any]:
+    try:
+        return scale(entry, ratio)
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return entry
 
 
 def _rate(table: dict[str, Any], rate_key: str, shared_key: str | None) -> float | None:

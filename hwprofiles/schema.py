@@ -72,8 +72,15 @@ def _fraction(number: Sourced) -> Sourced:
     return number
 
 
+def _whole(number: Sourced) -> Sourced:
+    if number.value < 1 or number.value != int(number.value):
+        raise ValueError("value must be a whole number of at least 1")
+    return number
+
+
 Positive = Annotated[Sourced, AfterValidator(_above_zero)]  # rates and sizes that costs divide by
 Fraction = Annotated[Sourced, AfterValidator(_fraction)]
+Count = Annotated[Sourced, AfterValidator(_whole)]
 
 
 class GemmCurve(Provenance):
@@ -180,7 +187,7 @@ class HardwareProfile(Record):
     description: str
     device: Literal["cuda", "cpu"]
     low_precision: tuple[str, ...] = Field(default=(), description="precision recipes the device can execute")
-    scale_up_domain_gpus: Positive
+    scale_up_domain_gpus: Count
     peak_flops_per_s: dict[Dtype, Positive]
     memory_bytes: Positive
     framework_overhead_bytes: Sourced = Field(description="device memory held before the first tensor: context, NCCL")

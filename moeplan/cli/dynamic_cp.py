@@ -5,10 +5,14 @@ from typing import Any
 
 from moeplan.cli.inputs import load_machine, load_plan
 from moeplan.errors import InvalidInputError
+from moeplan.files import read_text, short
 from moeplan.packing import padding_waste_frac
 from moeplan.planner.dynamic_cp import CpComparison, PackSchedule, compare_cp
 from moeplan.report.dynamic_cp import print_cp_comparison
 from moeplan.report.output import print_json
+
+
+MAX_DIGITS = 18  # of a length; what is longer is no number of tokens
 
 
 def run_dynamic_cp(
@@ -28,18 +32,15 @@ def run_dynamic_cp(
 
 def read_lengths(path: Path) -> list[int]:
     """Token counts of documents, one a line; empty lines do not count. Raises InvalidInputError with the line."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise InvalidInputError(f"{path}: {error.strerror}", "give a text file of document lengths") from None
     found = []
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(read_text(path).splitlines(), start=1):
         written = line.strip()
         if not written:
             continue
-        if not written.isdecimal() or int(written) == 0:
+        if not written.isdecimal() or len(written) > MAX_DIGITS or int(written) == 0:
             raise InvalidInputError(
-                f"{path}, line {number}: got {written!r}, allowed: a number of tokens, 1 or more", "one length a line"
+                f"{path}, line {number}: got {short(written)}, allowed: a number of tokens, 1 or more",
+                "one length a line",
             )
         found.append(int(written))
     if not found:

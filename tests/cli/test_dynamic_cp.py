@@ -45,11 +45,18 @@ def test_both_schedules_are_shown(cli: Cli, long_plan: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    "text, named", [("12\nmany\n", "line 2: got 'many'"), ("", "no document"), ("40000\n", "seq_len 32768")]
+    "text, named",
+    [
+        ("12\nmany\n", "line 2: got 'many'"),
+        ("", "no document"),
+        ("40000\n", "seq_len 32768"),
+        ("9" * 5000, "line 1: got '999"),
+        ("caf\xe9", "readable text file"),
+    ],
 )
 def test_a_bad_file_is_one_error(cli: Cli, long_plan: Path, tmp_path: Path, text: str, named: str) -> None:
     lengths = tmp_path / "lengths.txt"
-    lengths.write_text(text)
+    lengths.write_bytes(text.encode("latin-1"))
     refused = cli("explain", str(long_plan), "--dynamic-cp", str(lengths))
     assert refused.code == 2
     assert named in refused.err

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from moeplan.errors import InvalidInputError
 from moeplan.hwprofiles.load import load_profile
 from moeplan.hwprofiles.schema import HardwareProfile
 
@@ -59,3 +60,28 @@ def test_readings_of_ones_own_stay_as_they_are(tmp_path: Path) -> None:
 def test_an_unchanged_link_scales_nothing(tmp_path: Path) -> None:
     mine = _mine(tmp_path, _nic(2 * HALF))
     assert mine.collectives == H100.collectives
+
+
+@pytest.mark.parametrize(
+    "entry, named",
+    [
+        ('[[dispatch]]\nbackend = "torch"\ntier = "network"\n', r"dispatch\.\d+\.bytes_per_s_per_gpu"),
+        ('[[collectives]]\ncollective = "all_reduce"\ntier = "network"\nnum_ranks = 3\n', r"collectives\.\d+\."),
+        (
+            '[[collectives]]\ncollective = "all_reduce"\ntier = "network"\nnum_ranks = 3\nseconds = ["a"]\n',
+            r"collectives\.\d+\.",
+        ),
+    ],
+)
+def test_a_malformed_base_is_refused_by_key(tmp_path: Path, entry: str, named: str) -> None:
+    (tmp_path / "base.toml").write_text(f'base = "h100"\n{entry}')
+    path = tmp_path / "mine.toml"
+    path.write_text(f'base = "./base.toml"\n{_nic(HALF)}')
+    with pytest.raises(InvalidInputError, match=named):
+        load_profile(str(path))
+
+
+@pytest.mark.parametrize("domain", [0.5, 2.5])
+def test_a_scale_up_domain_has_whole_gpus(tmp_path: Path, domain: float) -> None:
+    with pytest.raises(InvalidInputError, match=r"scale_up_domain_gpus: value must be a whole number of at least 1"):
+        _mine(tmp_path, f'scale_up_domain_gpus = {{ value = {domain}, source = "assumed", ref = "rule: ours" }}\n')
