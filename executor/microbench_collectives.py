@@ -34,15 +34,16 @@ def _all_to_all(whole: Tensor, part: Tensor, group: Group) -> None:
 
 
 def _send_recv(whole: Tensor, part: Tensor, group: Group) -> None:
-    """Everyone sends to the next rank and receives from the one before."""
+    """Everyone sends to the next rank and receives from the one before: together, or NCCL would wait in all sends."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     following = dist.get_global_rank(group, (rank + 1) % size)
     preceding = dist.get_global_rank(group, (rank - 1) % size)
-    sent = dist.isend(whole, following, group=group)
-    received = dist.irecv(torch.empty_like(whole), preceding, group=group)
-    for work in (sent, received):
-        if work is not None:
-            work.wait()
+    both = [
+        dist.P2POp(dist.isend, whole, following, group),
+        dist.P2POp(dist.irecv, torch.empty_like(whole), preceding, group),
+    ]
+    for work in dist.batch_isend_irecv(both):
+        work.wait()
 
 
 COLLECTIVES: dict[CollectiveKind, Collective] = {
