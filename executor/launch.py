@@ -20,6 +20,7 @@ from moeplan.errors import InvalidInputError, MoeplanError, OutOfMemoryError, Ru
 from moeplan.executor.check import (
     check_data_file,
     check_export,
+    check_graph,
     check_init_from,
     check_resumed,
     check_run,
@@ -130,6 +131,7 @@ def check_launch(plan: Plan, run: RunConfig, num_processes: int, rendezvous: Ren
     check_world(plan, num_processes)
     check_supported(plan)
     check_run(run)
+    check_graph(plan, run)
     check_data_file(run, plan.seq_len)
     check_export(plan, run)
     check_init_from(plan, run)

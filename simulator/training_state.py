@@ -5,9 +5,9 @@ from typing import NamedTuple
 from moeplan.hwprofiles.schema import HardwareProfile
 from moeplan.point import Point
 from moeplan.simulator.stack import SoftwareStack
+from moeplan.units import DTYPE_BYTES
 from moeplan.vocabulary import PRECISIONS
 
-DTYPE_BYTES = {"fp64": 8.0, "fp32": 4.0, "bf16": 2.0, "fp8": 1.0}
 _MAIN_WEIGHT_BYTES = 4.0  # fp32
 REMAINDER_BYTES = 2.0  # the 16 bits of an fp32 weight that bf16 lacks
 _PER_TENSOR = ("fp8_delayed", "fp8_current")

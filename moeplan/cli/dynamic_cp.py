@@ -11,7 +11,6 @@ from moeplan.planner.dynamic_cp import CpComparison, PackSchedule, compare_cp
 from moeplan.report.dynamic_cp import print_cp_comparison
 from moeplan.report.output import print_json
 
-
 MAX_DIGITS = 18  # of a length; what is longer is no number of tokens
 
 

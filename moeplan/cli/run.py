@@ -4,7 +4,7 @@ import math
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moeplan.cli.inputs import load_machine, load_plan
 from moeplan.cli.out_of_memory import explained
@@ -20,6 +20,9 @@ from moeplan.results import Figures
 from moeplan.run_config import RunConfig
 from moeplan.simulator.predict import predict
 from moeplan.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from moeplan.executor.launch import Rendezvous
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,11 @@ def run_plan(path: Path, options: RunOptions) -> None:
     run_config = validate(RunConfig, settings, "command line")
     predicted = predict(plan, profile, stack)
     if options.dry_run:
-        print_prediction(plan, profile, predicted)
+        _check(plan, run_config, options)
+        if options.as_json:
+            print_json({"plan_id": plan.plan_id, "predicted": predicted.model_dump(mode="json")})
+        else:
+            print_prediction(plan, profile, predicted)
         return
     try:
         measured = _train(plan, run_config, options)
@@ -78,15 +85,23 @@ def run_plan(path: Path, options: RunOptions) -> None:
         )
 
 
-def _train(plan: Plan, run_config: RunConfig, options: RunOptions) -> Figures | None:
-    """What was measured; None on a host without rank 0."""
-    from moeplan.executor.launch import Rendezvous, check_launch, launch
+def _check(plan: Plan, run_config: RunConfig, options: RunOptions) -> "Rendezvous | None":
+    """Where several hosts meet. Raises InvalidInputError for what can be known to fail before anything starts."""
+    from moeplan.executor.launch import Rendezvous, check_launch
 
-    num_processes = options.processes or plan.num_gpus
     num_hosts, *meeting = options.hosts
     rendezvous = Rendezvous(num_hosts, *meeting) if num_hosts > 1 else None
-    check_launch(plan, run_config, num_processes, rendezvous)
+    check_launch(plan, run_config, options.processes or plan.num_gpus, rendezvous)
     check_writable(options.out)
+    return rendezvous
+
+
+def _train(plan: Plan, run_config: RunConfig, options: RunOptions) -> Figures | None:
+    """What was measured; None on a host without rank 0."""
+    from moeplan.executor.launch import launch
+
+    rendezvous = _check(plan, run_config, options)
+    num_processes = options.processes or plan.num_gpus
     log = err_console()
     log.print(
         f"training {plan.model.name} on {plan.num_gpus} processes: {run_config.steps} steps of {plan.tokens_per_step} "

@@ -107,6 +107,20 @@ def test_a_dry_run_checks_and_predicts_and_starts_nothing(cli: Cli, tmp_path: Pa
     outcome = cli("run", str(path), "--dry-run", "--out", str(out))
     assert outcome.code == 0, outcome.err
     assert "tiny-moe" in outcome.out
+    found = json.loads(cli("run", str(path), "--dry-run", "--json", "--out", str(out)).out)
+    assert found["plan_id"] == plan.plan_id
+    assert found["predicted"]["step_s"] > 0
+    for arguments, named in (
+        (("--steps", "4"), "steps: got 4, allowed: more than"),
+        (("--processes", "2"), "processes: got 2 for a plan of 4"),
+        (("--data", str(tmp_path / "none.bin")), "none.bin"),
+        (("--resume",), "resume: got True without save_folder"),
+    ):
+        refused = cli("run", str(path), "--dry-run", "--out", str(out), *arguments)
+        assert refused.code == 2
+        assert named in refused.err
+    write_text_atomically(path, toml_text(plan.replace(permute_fusion=False)))
+    assert "permute_fusion: got False" in cli("run", str(path), "--dry-run", "--out", str(out)).err
     assert not out.exists()
 
 
