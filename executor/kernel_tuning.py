@@ -10,7 +10,7 @@ Shapes: E experts of this rank, R rows, H input width, F output width.
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,10 @@ from moeplan.plan import Plan
 FOLDER_VARIABLE = "MOEPLAN_CACHE"
 _WINDOW_S = 0.25  # of load before the timed calls, and of these
 LARGE_EXPERT_ROWS = 256  # below it one launch an expert costs more than its products: never a candidate
+_BACK_ENDS: Mapping[str, Collection[str]] = {
+    grouped_gemm.OPERATION: grouped_gemm.BACKENDS,
+    grouped_weight_grad.OPERATION: grouped_weight_grad.BACKENDS,
+}
 Candidates = Mapping[str, Callable[[], object]]
 
 
@@ -71,8 +75,9 @@ def tune(plan: Plan, mesh: Mesh, device: torch.device, *, deterministic: bool = 
         for operation, times_s in known[key].items():
             # "by_expert" asks the device where experts begin: a graph cannot, and overlapped work would wait with it.
             barred = {"by_expert"} if plan.cuda_graph or plan.ep_overlap else set()
-            allowed = [name for name in times_s if name not in barred]
-            choose(operation, shape, min(allowed, key=lambda name: times_s[name]))
+            allowed = [name for name in times_s if name in _BACK_ENDS.get(operation, ()) and name not in barred]
+            if allowed:  # another version may have left other names
+                choose(operation, shape, min(allowed, key=lambda name: times_s[name]))
     torch.cuda.empty_cache()
     return choices()
 
@@ -80,10 +85,10 @@ def tune(plan: Plan, mesh: Mesh, device: torch.device, *, deterministic: bool = 
 def _read(path: Path) -> dict[str, dict[str, dict[str, float]]]:
     """What is remembered: seconds by back end, operation and key. A file that cannot be read is made anew."""
     try:
-        known: dict[str, dict[str, dict[str, float]]] = json.loads(path.read_text(encoding="utf-8"))
+        known: Any = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return known
+    return known if isinstance(known, dict) else {}
 
 
 def _key(shape: Shape, num_rows: int, device: torch.device) -> str:

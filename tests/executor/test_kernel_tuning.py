@@ -65,8 +65,9 @@ def test_what_waits_for_the_device_is_not_chosen_for_a_graph(monkeypatch: pytest
     assert set(tune(plan, build_mesh(plan.folding, 0), torch.device("cuda", 0)).values()) == {"torch"}
 
 
-def test_a_broken_cache_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache_path().write_text("{")
+@pytest.mark.parametrize("content", ["{", "[]"])
+def test_a_broken_cache_is_made_anew(content: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache_path().write_text(content)
     monkeypatch.setattr(kernel_tuning, "_measure", lambda *_: {"grouped_gemm": {"torch": 1.0}})
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
     tune(PLAN, build_mesh(PLAN.folding, 0), torch.device("cuda", 0))
@@ -88,6 +89,18 @@ def test_a_folder_that_cannot_be_written_ends_no_run(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(kernel_tuning, "_measure", lambda *_: {"grouped_gemm": {"torch": 1.0}})
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
     assert set(tune(PLAN, build_mesh(PLAN.folding, 0), torch.device("cuda", 0)).values()) == {"torch"}
+
+
+def test_names_that_another_version_left_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    times_s = {
+        "grouped_gemm": {"gone": 1.0, "torch": 2.0},
+        "grouped_weight_grad": {"gone": 1.0},
+        "gone": {"torch": 1.0},
+    }
+    monkeypatch.setattr(kernel_tuning, "_measure", lambda *_: times_s)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
+    found = tune(PLAN, build_mesh(PLAN.folding, 0), torch.device("cuda", 0))
+    assert [(name.split()[0], backend) for name, backend in found.items()] == [("grouped_gemm", "torch")] * 2
 
 
 @pytest.mark.gpu
