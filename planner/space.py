@@ -262,7 +262,11 @@ def _legal(request: SearchRequest, space: Space, chosen: dict[str, Any], tally: 
         if problem is not None:
             tally.add(*problem)
             continue
-        layout = _layout(request.model, point)
+        try:
+            layout = _layout(request.model, point)
+        except InvalidInputError as error:  # a pinned one is of one number of stages
+            tally.add("layout", error.message)
+            continue
         fields = point.as_dict() | {"layout": layout}
         yield Family(Point(**fields), recompute)
 

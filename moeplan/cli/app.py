@@ -277,7 +277,7 @@ def validate(  # noqa: PLR0917 - typer: one parameter per option
         Path | None, typer.Option("--cases", help="Instead, CSV of reported cases: oom, fits, rejected, throughput.")
     ] = None,
     pairs: Annotated[Path | None, typer.Option("--pairs", help="CSV of A/B pairs of those runs.")] = None,
-    eval_set: Annotated[str, typer.Option("--eval-set", help="Only rows of this evaluation set.")] = "",
+    eval_set: Annotated[str, typer.Option("--eval-set", help="Only rows of these evaluation sets: moe,dense.")] = "",
     keep: Annotated[str, typer.Option("--filter", help="Only rows with these cells: gpu=H100,model=deepseek-v3.")] = "",
     as_json: Json = False,
 ) -> None:

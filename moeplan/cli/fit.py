@@ -34,8 +34,7 @@ class FitOptions:
 def run_fit(options: FitOptions) -> None:
     """Fit the declared constants, print them with cross-validated errors, write profiles and stacks that hold them."""
     rows, _ = read_published_rows(options.runs)
-    chosen = [row for name in options.eval_set.split(",") for row in select_rows(rows, name.strip(), options.keep)]
-    cases = _cases(chosen)
+    cases = _cases(select_rows(rows, options.eval_set, options.keep))
     if len({case.row.group for case in cases}) < 10:
         raise InvalidInputError(
             f"only {len(cases)} rows can be predicted, too few to fit {len(FIT_CONSTANTS)} constants",

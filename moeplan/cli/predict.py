@@ -41,8 +41,8 @@ class PredictOptions:
 
 def run_predict(options: PredictOptions) -> None:
     """Predict one plan, print it, write a trace, record it."""
-    plan = load_plan(options.plan) if options.plan is not None else _typed_plan(options)
-    profile, stack = load_machine(plan, options.hardware)
+    plan = _plan_of(options.plan, options.hardware) if options.plan is not None else _typed_plan(options)
+    profile, stack = load_machine(plan, "")
     predicted = predict(plan, profile, stack)
     if options.trace is not None:
         write_text_atomically(options.trace, trace_json(timeline(plan, profile, stack)))
@@ -70,6 +70,12 @@ def _items(plan: Plan, profile: HardwareProfile, stack: SoftwareStack, rank: int
         raise InvalidInputError(f"--rank: got {rank}, allowed: 0 to {plan.pp - 1} (pp {plan.pp})", "ranks count from 0")
     copies = num_weight_copies(plan.point, profile)
     return memory_items(plan.model, plan.point, stack, rank, num_copies=copies)
+
+
+def _plan_of(path: Path, hardware: str) -> Plan:
+    """The plan of a file, on other hardware where asked: a lock must say what its figures are of."""
+    plan = load_plan(path)
+    return plan.replace(hardware=hardware, layout=plan.layout) if hardware else plan
 
 
 def _typed_plan(options: PredictOptions) -> Plan:

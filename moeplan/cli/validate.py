@@ -96,11 +96,13 @@ def _comparable(row: PublishedRow) -> PublishedRow:
 
 
 def select_rows(rows: list[PublishedRow], eval_set: str, keep: str) -> list[PublishedRow]:
-    """Rows of an evaluation set (empty: all) whose cells match ``column=value,...``; equal columns are alternatives.
+    """Rows of evaluation sets (a comma between them; empty: all) whose cells match ``column=value,...``.
+
+    Equal columns are alternatives.
 
     Raises InvalidInputError for a column that the table lacks, and where no row is left.
     """
-    wanted: dict[str, set[str]] = {"eval_set": {eval_set}} if eval_set else {}
+    wanted: dict[str, set[str]] = {"eval_set": {name.strip() for name in eval_set.split(",")}} if eval_set else {}
     for item in filter(None, (part.strip() for part in keep.split(","))):
         column, separator, value = (part.strip() for part in item.partition("="))
         if not separator or (rows and column not in rows[0].cells):

@@ -88,3 +88,11 @@ def test_compare_names_what_changed_and_what_moved(cli: Cli, plan_file: Path, tm
     assert "activations -" in outcome.out
     printed = json.loads(cli("compare", str(plan_file), str(other), "--json").out)
     assert "recompute" in printed[0]["changes"]
+
+
+def test_a_lock_on_other_hardware_says_so(cli: Cli, plan_file: Path, tmp_path: Path) -> None:
+    lock = tmp_path / "other.json"
+    assert cli("predict", str(plan_file), "--hardware", "gb200", "--lock", str(lock)).code == 0
+    (entry,) = json.loads(lock.read_text())["entries"]
+    assert entry["plan"]["hardware"] == entry["recorded"]["hardware"] == "gb200"
+    assert cli("check", str(lock)).code == 0

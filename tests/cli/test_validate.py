@@ -42,6 +42,15 @@ def test_tables_read_without_colour(cli: Cli) -> None:
     assert "H100" not in outcome.out
 
 
+def test_evaluation_sets_add_up(cli: Cli) -> None:
+    ids = {
+        sets: [one["id"] for one in json.loads(cli("validate", str(SAMPLE), "--eval-set", sets, "--json").out)["rows"]]
+        for sets in ("moe", "dense", "moe,dense", "moe, none-such")
+    }
+    assert sorted(ids["moe"] + ids["dense"]) == sorted(ids["moe,dense"])
+    assert ids["moe"] == ids["moe, none-such"]
+
+
 @pytest.mark.parametrize(
     "arguments, named",
     [

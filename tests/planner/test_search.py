@@ -90,6 +90,13 @@ def test_fix_pins_and_prints_the_layout() -> None:
     assert {ranked.plan.layout for ranked in written.plans} == {"Et*3|(tttt|)*14ttmL"}
 
 
+def test_a_pinned_layout_finds_its_number_of_stages() -> None:
+    outcome = search(request(fix="ep=64,tp=1,mbs=1,layout=Et*3|(tttt|)*14ttmL,recompute=full"))
+    assert {ranked.plan.pp * ranked.plan.vp for ranked in outcome.plans} == {16}
+    with pytest.raises(InvalidInputError, match="layout 'Et\\*10L' has"):
+        search(request(fix="ep=64,tp=1,pp=1,mbs=1,layout=Et*10L"))
+
+
 def test_forbid_leaves_out() -> None:
     outcome = search(request(fix="tp=1,ep=64,etp=1,pp=4", forbid="precision=mxfp8,mbs=1"))
     assert {ranked.plan.precision for ranked in outcome.plans} == {"bf16"}
