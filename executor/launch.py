@@ -61,6 +61,11 @@ class Rendezvous:
     endpoint: str
     run_id: str = "moeplan"
 
+    @classmethod
+    def of(cls, num_hosts: int, endpoint: str, run_id: str) -> "Rendezvous | None":
+        """Where the hosts meet; None for a single one, whose ranks meet by themselves."""
+        return cls(num_hosts, endpoint, run_id) if num_hosts > 1 else None
+
     def check(self, num_gpus: int) -> None:
         """Raise InvalidInputError where these hosts cannot share the plan's GPUs, or the endpoint is none."""
         if num_gpus % self.num_nodes:

@@ -8,7 +8,8 @@ from pydantic import ValidationError
 
 from moeplan.hwprofiles.schema import HardwareProfile
 from moeplan.plan import Plan
-from moeplan.planner.space import dispatch_fields, precisions_of, stack_features, vp_values
+from moeplan.planner.families import stack_features
+from moeplan.planner.space import dispatch_fields, precisions_of, vp_values
 from moeplan.results import Figures
 from moeplan.simulator.backward_ops import backward_ops
 from moeplan.simulator.graph import critical_path

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 
 from moeplan.errors import InvalidInputError
 from moeplan.plan import Plan
+from moeplan.planner.families import Family, Tally, families
 from moeplan.planner.request import SearchRequest
-from moeplan.planner.space import Family, Tally, default_space, families
+from moeplan.planner.space import default_space
 from moeplan.point import Point
 from moeplan.results import Figures, Rejection
 from moeplan.simulator.memory import peak_memory_bytes

@@ -4,7 +4,7 @@ import math
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from moeplan.cli.inputs import load_machine, load_plan
 from moeplan.cli.out_of_memory import explained
@@ -20,9 +20,6 @@ from moeplan.results import Figures
 from moeplan.run_config import RunConfig
 from moeplan.simulator.predict import predict
 from moeplan.units import format_bytes, format_seconds
-
-if TYPE_CHECKING:
-    from moeplan.executor.launch import Rendezvous
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,22 +82,20 @@ def run_plan(path: Path, options: RunOptions) -> None:
         )
 
 
-def _check(plan: Plan, run_config: RunConfig, options: RunOptions) -> "Rendezvous | None":
-    """Where several hosts meet. Raises InvalidInputError for what can be known to fail before anything starts."""
+def _check(plan: Plan, run_config: RunConfig, options: RunOptions) -> None:
+    """Raise InvalidInputError for what can be known to fail before anything starts."""
     from moeplan.executor.launch import Rendezvous, check_launch
 
-    num_hosts, *meeting = options.hosts
-    rendezvous = Rendezvous(num_hosts, *meeting) if num_hosts > 1 else None
-    check_launch(plan, run_config, options.processes or plan.num_gpus, rendezvous)
+    check_launch(plan, run_config, options.processes or plan.num_gpus, Rendezvous.of(*options.hosts))
     check_writable(options.out)
-    return rendezvous
 
 
 def _train(plan: Plan, run_config: RunConfig, options: RunOptions) -> Figures | None:
     """What was measured; None on a host without rank 0."""
-    from moeplan.executor.launch import launch
+    from moeplan.executor.launch import Rendezvous, launch
 
-    rendezvous = _check(plan, run_config, options)
+    _check(plan, run_config, options)
+    rendezvous = Rendezvous.of(*options.hosts)
     num_processes = options.processes or plan.num_gpus
     log = err_console()
     log.print(

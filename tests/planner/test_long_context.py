@@ -7,9 +7,9 @@ import pytest
 from moeplan.hwprofiles.load import load_profile
 from moeplan.model_spec import ModelSpec
 from moeplan.plan import Plan
+from moeplan.planner.families import cp_kinds
 from moeplan.planner.request import SearchRequest, parse_pins
 from moeplan.planner.search import search
-from moeplan.planner.space import cp_kinds
 from moeplan.presets import load_model
 from moeplan.simulator.predict import predict
 from moeplan.simulator.stack import load_stack

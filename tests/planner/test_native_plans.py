@@ -10,11 +10,12 @@ from moeplan.executor import check
 from moeplan.executor.check import check_supported
 from moeplan.model_spec import ModelSpec
 from moeplan.plan import Plan
+from moeplan.planner.families import Tally, families
 from moeplan.planner.nearest import _candidates
 from moeplan.planner.request import PINNABLE, SearchRequest, parse_pins
 from moeplan.planner.scoring import profile_of, stack_of
 from moeplan.planner.search import to_plan
-from moeplan.planner.space import Tally, default_space, families
+from moeplan.planner.space import default_space
 from moeplan.point import Point
 from moeplan.presets import load_model
 

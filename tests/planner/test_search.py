@@ -5,9 +5,10 @@ import pytest
 from moeplan.errors import InvalidInputError
 from moeplan.hwprofiles.load import load_profile
 from moeplan.legality import violations
+from moeplan.planner.families import Tally, families
 from moeplan.planner.request import SearchRequest, parse_forbidden, parse_pins
 from moeplan.planner.search import SearchOutcome, search, to_plan
-from moeplan.planner.space import Tally, default_space, families, recompute_sets, vp_values
+from moeplan.planner.space import default_space, recompute_sets, vp_values
 from moeplan.presets import load_model
 from moeplan.simulator.memory import peak_memory_bytes
 from moeplan.simulator.stack import load_stack
