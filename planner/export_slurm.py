@@ -29,7 +29,7 @@ _SCRIPT = """\
 
 set -euo pipefail
 
-first_host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+read -r first_host < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 {environment}
 {resume}
 srun --kill-on-bad-exit=1 torchrun \\

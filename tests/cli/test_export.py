@@ -53,7 +53,7 @@ def test_the_slurm_job_starts_torchrun_on_every_host(native_plan: Path, cli: Cli
     assert cli("export", str(native_plan), "--to", "slurm", "--run-config", str(run), "--out", str(out)).code == 0
     tools = tmp_path / "bin"
     tools.mkdir()
-    for name, line in (("scontrol", "echo host7; echo host8"), ("srun", 'echo "$@"')):
+    for name, line in (("scontrol", "echo host7; sleep 0.05; echo host8"), ("srun", 'echo "$@"')):
         (tools / name).write_text(f"#!/bin/bash\n{line}\n")
         (tools / name).chmod(0o755)
     environment = {"PATH": f"{tools}:/usr/bin:/bin", "SLURM_JOB_NODELIST": "host[7-8]", "SLURM_JOB_ID": "42"}

@@ -145,7 +145,6 @@ def test_every_pin_has_values_here() -> None:
     assert set(BESIDE) <= set(VALUES)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("pin", PINS)
 def test_no_two_pins_lead_to_a_plan_that_does_not_run(pin: str) -> None:
     """Each pin alone and beside each later one, on models with shared experts, biases and MLA, and one without."""
