@@ -21,6 +21,6 @@ def test_a_rank_without_a_gpu_of_its_own_is_refused(monkeypatch: pytest.MonkeyPa
 
 def test_a_rank_that_nobody_started_says_how_to_start_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(InvalidInputError, match="RANK.* is not set") as caught:
+    with pytest.raises(InvalidInputError, match=r"RANK.* is not set") as caught:
         worker._world()
     assert "torchrun" in caught.value.hint
