@@ -45,8 +45,8 @@ def _plan_limits(plan: Plan) -> Iterator[tuple[str, object, str, str]]:
         yield "dispatch_sms", plan.dispatch_sms, "0, but for the libraries of flex", "leave dispatch_sms out"
     if plan.sharding == "full" and plan.delay_wgrad:
         yield "delay_wgrad", "true", "it without full sharding, whose gradients leave with their layer", "leave it out"
-    if plan.echo_slots and (PRECISIONS[plan.precision].quantized_bytes is not None or _has_expert_bias(plan.model)):
-        yield "echo_slots", plan.echo_slots, "it with plain experts without biases", "leave echo_slots out"
+    if plan.echo_slots and PRECISIONS[plan.precision].quantized_bytes is not None:
+        yield "echo_slots", plan.echo_slots, "it with experts in bf16, fp32 or fp64", "leave echo_slots out"
     if plan.cuda_graph:
         yield from _graph_limits(plan)
     if plan.offload_modules and PRECISIONS[plan.precision].quantized_bytes is not None:
@@ -84,10 +84,6 @@ def check_graph(plan: Plan, run: RunConfig) -> None:
                 f"{key}: got {getattr(run, key)} with cuda_graph {', '.join(plan.cuda_graph)}",
                 "leave cuda_graph out of the plan",
             )
-
-
-def _has_expert_bias(model: ModelSpec) -> bool:
-    return model.moe is not None and model.moe.mlp_bias
 
 
 def _library_limits(plan: Plan) -> Iterator[tuple[str, object, str, str]]:

@@ -76,5 +76,7 @@ def test_what_echo_does_not_go_with() -> None:
     moe = GQA_MODEL.moe
     assert moe is not None
     biased = GQA_MODEL.model_copy(update={"moe": moe.model_copy(update={"mlp_bias": True})})
+    with pytest.raises(ValueError, match="echo_slots: clones experts without biases"):
+        tiny_plan(biased, 2, ep=2, echo_slots=1)
     with pytest.raises(InvalidInputError, match="echo_slots"):
-        check_supported(tiny_plan(biased, 2, ep=2, echo_slots=1))
+        check_supported(tiny_plan(GQA_MODEL, 2, ep=2, echo_slots=1, precision="fp8_current"))
