@@ -229,9 +229,8 @@ def run(  # noqa: PLR0917 - typer: one parameter per option
     settings |= {"save_folder": save_folder, "save_every": save_every, "save_async": save_async, "resume": resume}
     settings |= {"eval_every": eval_every, "export_hf": export_hf, "log_folder": log_folder}
     settings |= {"init_from": init_from, "upcycle": upcycle, "force_balance": force_balance}
-    settings |= {"record_routing": record_routing, "replay_routing": replay_routing}
+    settings |= {"record_routing": record_routing, "replay_routing": replay_routing, "deterministic": deterministic}
     settings |= {"spike_factor": spike_factor, "skip_spikes": skip_spikes, "hang_timeout_s": hang_timeout}
-    settings["deterministic"] = deterministic
     hosts = (nnodes, rdzv_endpoint, rdzv_id)
     tolerances = {"step_s": max_step_error, "peak_memory_bytes": max_memory_error}
     run_plan(plan, RunOptions(settings, tolerances, processes, hosts, hardware, out, dry_run, as_json))
