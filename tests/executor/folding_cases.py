@@ -12,6 +12,7 @@ from moeplan.executor.train import Trainer
 from moeplan.model_spec import GqaAttention, MlaAttention, ModelSpec, Moe, Router
 from moeplan.run_config import RunConfig
 from tests.executor.cases import Part, build_trainer, tiny_plan, weights_of
+from tests.executor.pools import Pools
 
 STEPS = 5
 TOLERANCE = 1e-9
@@ -131,6 +132,13 @@ def train_on_hosts(rank: int, model: str, num_gpus: int, changes: dict[str, Any]
 def alone(model: str, mbs: int = 1, routing: str = "balanced", packed_lengths: tuple[int, ...] = ()) -> Ran:
     """The same steps on one process without any process group."""
     return train_folded(0, model, 1, {"mbs": mbs, "routing": routing, "packed_lengths": packed_lengths})
+
+
+def assert_equals_alone(pools: Pools, case: tuple[int, str, dict[str, Any]]) -> None:
+    """Train a case, (number of processes, model, changes of the plan), and the same on one process."""
+    num_gpus, model, changes = case
+    expected = alone(model, changes.get("mbs", 1), packed_lengths=changes.get("packed_lengths", ()))
+    assert_same_run(expected, pools[num_gpus].run(train_folded, model, num_gpus, changes))
 
 
 def assert_same_run(expected: Ran, ranks: list[Ran]) -> None:

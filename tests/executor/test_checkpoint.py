@@ -1,7 +1,6 @@
 """Saving at one folding and going on at another, and what a damaged checkpoint says; in float64."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,8 @@ import torch
 from moeplan.errors import InvalidInputError, RunFailedError
 from moeplan.executor.checkpoint_files import LATEST, MANIFEST, latest_checkpoint
 from moeplan.executor.data import open_tokens
+from moeplan.executor.train import StepResult
+from moeplan.plan import Plan
 from moeplan.run_config import RunConfig
 from tests.executor.cases import build_trainer, tiny_plan
 from tests.executor.folding_cases import (
@@ -60,12 +61,6 @@ REST: dict[str, tuple[str, Side, Side]] = {
     ),
     "ep2 of two to sixteen": ("windowed", (2, {"ep": 2}), (16, {"pp": 4, "cp": 2, "ep": 2, "sharding": "none"})),
 }
-
-
-@pytest.fixture(scope="module")
-def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pools]:
-    with Pools(tmp_path_factory) as pools:
-        yield pools
 
 
 def saving(folder: Path, **changes: Any) -> RunConfig:
@@ -124,14 +119,19 @@ def save_alone(folder: Path, **changes: Any) -> RunConfig:
     return run
 
 
-def test_bf16_goes_on_bit_by_bit(tmp_path: Path) -> None:
-    plan, run = tiny_plan(GQA, 1, precision="bf16"), saving(tmp_path)
+def saved_on_the_way(plan: Plan, run: RunConfig) -> list[StepResult]:
+    """The steps after a save, in the run that saved."""
     trainer = build_trainer(0, plan, run)
     assert trainer.checkpoints is not None
     for number in range(SAVED_AFTER):
         trainer.step(number)
     trainer.checkpoints.save(SAVED_AFTER)
-    expected = [trainer.step(number) for number in range(SAVED_AFTER, STEPS)]
+    return [trainer.step(number) for number in range(SAVED_AFTER, STEPS)]
+
+
+def test_bf16_goes_on_bit_by_bit(tmp_path: Path) -> None:
+    plan, run = tiny_plan(GQA, 1, precision="bf16"), saving(tmp_path)
+    expected = saved_on_the_way(plan, run)
     again = build_trainer(0, plan, run)
     assert again.checkpoints is not None
     assert again.checkpoints.load() == SAVED_AFTER
@@ -141,12 +141,7 @@ def test_bf16_goes_on_bit_by_bit(tmp_path: Path) -> None:
 @pytest.mark.parametrize("changes", [{}, {"offload_optimizer_states": True}, {"optimizer_cpu_frac": 0.5}])
 def test_bf16_moments_go_on_bit_by_bit_wherever_they_are(tmp_path: Path, changes: dict[str, Any]) -> None:
     plan, run = tiny_plan(GQA, 1, precision="bf16", moment_dtype="bf16"), saving(tmp_path)
-    trainer = build_trainer(0, plan, run)
-    assert trainer.checkpoints is not None
-    for number in range(SAVED_AFTER):
-        trainer.step(number)
-    trainer.checkpoints.save(SAVED_AFTER)
-    expected = [trainer.step(number) for number in range(SAVED_AFTER, STEPS)]
+    expected = saved_on_the_way(plan, run)
     again = build_trainer(0, plan.replace(**changes), run)
     assert again.checkpoints is not None
     assert again.checkpoints.load() == SAVED_AFTER

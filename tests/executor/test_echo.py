@@ -1,6 +1,5 @@
 """Clones of hot experts: tokens are rerouted as planned, and training is what it is without them."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,12 +14,6 @@ from moeplan.folding import Folding
 from tests.executor.cases import GQA_MODEL, tiny_plan
 from tests.executor.folding_cases import alone, assert_same_run, train_folded
 from tests.executor.pools import Pools
-
-
-@pytest.fixture(scope="module")
-def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pools]:
-    with Pools(tmp_path_factory) as pools:
-        yield pools
 
 
 def test_first_copies_of_a_token_order_go_to_clones() -> None:

@@ -3,12 +3,11 @@
 After five steps the losses, the global norms, every weight and every router bias are the same to 1e-9.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests.executor.folding_cases import alone, assert_same_run, train_folded, train_on_hosts
+from tests.executor.folding_cases import alone, assert_equals_alone, assert_same_run, train_on_hosts
 from tests.executor.pools import Pools
 
 PAIRS = {"cp_comm": "a2a+p2p", "cp_a2a_size": 2}
@@ -164,27 +163,15 @@ REST_DISPATCHED: dict[str, tuple[int, str, dict[str, Any], int]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pools]:
-    with Pools(tmp_path_factory) as pools:
-        yield pools
-
-
-def check(pools: Pools, case: tuple[int, str, dict[str, Any]]) -> None:
-    num_gpus, model, changes = case
-    expected = alone(model, changes.get("mbs", 1), packed_lengths=changes.get("packed_lengths", ()))
-    assert_same_run(expected, pools[num_gpus].run(train_folded, model, num_gpus, changes))
-
-
 @pytest.mark.parametrize("folding", QUICK)
 def test_folded_equals_alone(pools: Pools, folding: str) -> None:
-    check(pools, QUICK[folding])
+    assert_equals_alone(pools, QUICK[folding])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("folding", REST)
 def test_other_foldings_equal_alone(pools: Pools, folding: str) -> None:
-    check(pools, REST[folding])
+    assert_equals_alone(pools, REST[folding])
 
 
 def check_dispatched(pools: Pools, case: tuple[int, str, dict[str, Any], int]) -> None:

@@ -1,7 +1,6 @@
 """Offload changes where tensors wait and nothing else: same updates, memory let go, buffers used again."""
 
 import gc
-from collections.abc import Iterator
 from typing import Any, cast
 
 import pytest
@@ -143,12 +142,6 @@ def test_validation_sends_nothing() -> None:
     with torch.no_grad():
         loss_of(model)
     assert offloader.buffers.num_bytes == 0
-
-
-@pytest.fixture(scope="module")
-def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pools]:
-    with Pools(tmp_path_factory) as pools:
-        yield pools
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,12 @@
 """Exchanges beside compute: the same losses, norms and weights as one process."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from tests.executor.cases import build_trainer, tiny_plan
-from tests.executor.folding_cases import GQA, RUN, alone, assert_same_run, train_folded
+from tests.executor.folding_cases import GQA, RUN, alone, assert_equals_alone, assert_same_run
 from tests.executor.offload_cases import train_sending_everything
 from tests.executor.pools import Pools
 
@@ -104,27 +103,15 @@ SENT: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pools]:
-    with Pools(tmp_path_factory) as pools:
-        yield pools
-
-
-def check(pools: Pools, case: tuple[int, str, dict[str, Any]]) -> None:
-    num_gpus, model, changes = case
-    expected = alone(model, changes.get("mbs", 1))
-    assert_same_run(expected, pools[num_gpus].run(train_folded, model, num_gpus, changes))
-
-
 @pytest.mark.parametrize("folding", QUICK)
 def test_overlapped_equals_alone(pools: Pools, folding: str) -> None:
-    check(pools, QUICK[folding])
+    assert_equals_alone(pools, QUICK[folding])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("folding", REST)
 def test_other_overlaps_equal_alone(pools: Pools, folding: str) -> None:
-    check(pools, REST[folding])
+    assert_equals_alone(pools, REST[folding])
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,12 +17,6 @@ from moeplan.plan import Plan
 from tests.executor.cases import build_trainer, tiny_plan
 from tests.executor.folding_cases import GQA, RUN, WINDOWED, alone
 from tests.executor.pools import Pools
-
-
-@pytest.fixture(scope="module")
-def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pools]:
-    with Pools(tmp_path_factory) as pools:
-        yield pools
 
 
 class Event(NamedTuple):

@@ -1,6 +1,5 @@
 """Pages: none is had twice, rows come back as they were, and training does not notice."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -87,12 +86,6 @@ def test_kept_rows_of_experts_are_in_pages() -> None:
     assert {width: pool.num_free for (width, _), pool in pools.items()} == {32: 0, 16: 0}
     loss.backward()
     assert {width: pool.num_free for (width, _), pool in pools.items()} == {32: 2, 16: 1}
-
-
-@pytest.fixture(scope="module")
-def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pools]:
-    with Pools(tmp_path_factory) as pools:
-        yield pools
 
 
 @pytest.mark.parametrize(
