@@ -33,14 +33,26 @@ def _is_power_of_2(number: int) -> bool:
 
 @triton.jit
 def _scores(
-    logits,
-    mask,
+    logits_ptr,
+    token,
+    expert,
+    T,
+    E,
     SIGMOID: tl.constexpr,
+    DTYPE: tl.constexpr,
 ):
+    """Places of the logits of a tile, which of them there are, and their scores."""
+    mask = (token < T)[:, None] & (expert < E)
+    place = token[:, None].to(tl.int64) * E + expert
+    logits = tl.load(logits_ptr + place, mask, float("-inf")).to(DTYPE)
+    # Lines beyond the last token: any finite number, so that nothing divides 0 by 0.
+    logits = tl.where((token < T)[:, None], logits, 0.0)
     if SIGMOID:
-        return tl.where(mask, 1 / (1 + tl.exp(-logits)), 0.0)
-    shifted = tl.exp(logits - tl.max(logits, 1)[:, None])
-    return shifted / tl.sum(shifted, 1)[:, None]
+        score = tl.where(expert < E, 1 / (1 + tl.exp(-logits)), 0.0)
+    else:
+        shifted = tl.exp(logits - tl.max(logits, 1)[:, None])
+        score = shifted / tl.sum(shifted, 1)[:, None]
+    return place, mask, score
 
 
 @triton.jit
@@ -95,12 +107,7 @@ def _route(
 ):
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     expert = tl.arange(0, BLOCK_E)[None, :]
-    mask = (token < T)[:, None] & (expert < E)
-    place = token[:, None].to(tl.int64) * E + expert
-    logits = tl.load(logits_ptr + place, mask, float("-inf")).to(DTYPE)
-    # Lines beyond the last token: any finite number, so that nothing divides 0 by 0.
-    logits = tl.where((token < T)[:, None], logits, 0.0)
-    score = _scores(logits, expert < E, SIGMOID)
+    place, mask, score = _scores(logits_ptr, token, expert, T, E, SIGMOID, DTYPE)
     share = score
     if SIGMOID:
         share = score / (tl.sum(score, 1)[:, None] + tiny)
@@ -151,11 +158,7 @@ def _route_backward(
 ):
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     expert = tl.arange(0, BLOCK_E)[None, :]
-    mask = (token < T)[:, None] & (expert < E)
-    place = token[:, None].to(tl.int64) * E + expert
-    logits = tl.load(logits_ptr + place, mask, float("-inf")).to(DTYPE)
-    logits = tl.where((token < T)[:, None], logits, 0.0)
-    score = _scores(logits, expert < E, SIGMOID)
+    place, mask, score = _scores(logits_ptr, token, expert, T, E, SIGMOID, DTYPE)
     grad = tl.zeros((BLOCK_T, BLOCK_E), DTYPE)
     chosen = tl.zeros((BLOCK_T, BLOCK_E), tl.int32)
     for k in tl.static_range(K):
