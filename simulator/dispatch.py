@@ -96,11 +96,13 @@ def metadata_bytes(moe: Moe, num_tokens: float, backend: DispatchBackend, num_ra
     return INDEX_BYTES * num_ranks * (moe.num_experts if backend == "alltoall" else num_tokens * moe.top_k)
 
 
-def routed_load(router: Router, routing: Routing, natural: float) -> float:
-    """Rows of the busiest rank over the balanced mean; ``natural`` where routers choose freely.
+def routed_load(router: Router, routing: Routing, natural: float, ep: int) -> float:
+    """Rows of the busiest rank over the balanced mean; ``natural`` where routers choose freely among ``ep`` ranks.
 
+    A rank that holds every expert has every row, however the routers choose.
     Padding to a capacity gives every rank as many, dropping alone at most that many (report section 7).
     """
+    natural = natural if ep > 1 else 1.0
     if routing == "balanced":
         return 1.0
     if routing == "natural":

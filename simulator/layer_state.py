@@ -24,8 +24,8 @@ def expert_row_factor(model: ModelSpec, point: Point, stack: SoftwareStack) -> f
     """
     if model.moe is None:
         return 1.0
-    imbalance = routed_load(model.moe.router, point.routing, max(1.0, stack.time.natural_imbalance_frac.value))
-    imbalance = levelled_load(imbalance, point.echo_slots)
+    natural = max(1.0, stack.time.natural_imbalance_frac.value)
+    imbalance = levelled_load(routed_load(model.moe.router, point.routing, natural, point.ep), point.echo_slots)
     if point.paged_stash_factor:  # room for that many rows, whoever got them
         imbalance = max(imbalance, point.paged_stash_factor)
     padding = (PRECISIONS[point.precision].alignment - 1) / 2 * model.moe.num_experts / point.ep

@@ -313,7 +313,7 @@ def _load(build: LayerBuilder) -> float:
     if router is None:
         return 1.0
     natural = 1.0 if router.expert_bias else build.stack.time.natural_imbalance_frac.value
-    return levelled_load(routed_load(router, build.shape.routing, natural), build.shape.echo_slots)
+    return levelled_load(routed_load(router, build.shape.routing, natural, build.shape.ep), build.shape.echo_slots)
 
 
 def _grouped_gemm(build: LayerBuilder, name: str, sizes: tuple[float, float, float], num_groups: int) -> Op:

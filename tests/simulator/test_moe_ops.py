@@ -96,10 +96,17 @@ def test_which_dispatcher_is_fastest_depends_on_experts_a_token() -> None:
 def test_a_capacity_bounds_the_busiest_rank(routing: Any, router: dict[str, object], expected: float) -> None:
     model = capped(**router)
     assert model.moe is not None
-    assert routed_load(model.moe.router, routing, 1.5) == expected
+    assert routed_load(model.moe.router, routing, 1.5, 8) == expected
     plan, even = plan_of(model, routing=routing), plan_of(model)
     factor = expert_row_factor(model, plan.point, STACK) / expert_row_factor(model, even.point, STACK)
     natural = STACK.time.natural_imbalance_frac.value
-    assert factor == pytest.approx(routed_load(model.moe.router, routing, natural))
+    assert factor == pytest.approx(routed_load(model.moe.router, routing, natural, plan.ep))
     busy, mean = ({op.name: op.flops for op in moe_ops_of(one)}["expert_fc1"] for one in (plan, even))
     assert busy / mean == pytest.approx(factor)
+
+
+def test_one_rank_of_all_experts_is_never_busier_than_the_mean() -> None:
+    plan, even = plan_of(QWEN, routing="natural", ep=1), plan_of(QWEN, ep=1)
+    assert expert_row_factor(QWEN, plan.point, STACK) == expert_row_factor(QWEN, even.point, STACK)
+    natural, balanced = ({op.name: op.flops for op in moe_ops_of(one)}["expert_fc1"] for one in (plan, even))
+    assert natural == balanced
