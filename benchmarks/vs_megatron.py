@@ -1,9 +1,9 @@
 """moeplan and Megatron-Core one after the other on the same GPU, model, batch and data.
 
 ``python benchmarks/vs_megatron.py --hardware h200.toml --out results/h200-vs-megatron`` writes .json and .md. Each
-engine and setting is a process of its own; figures are medians of the timed steps. Megatron's settings are those that
-were fastest for each model among multi-stream cuBLAS or CUTLASS grouped GEMM, fused accumulation or not, and FP8
-recipes; ``--settings`` tries others. Data are random token ids, so that routing is natural.
+engine and setting is a process of its own; figures are medians of the timed steps. Megatron's settings are the
+fastest tried for each model; ``--settings`` tries others: multi-stream cuBLAS or CUTLASS grouped GEMM, fused
+accumulation or not, FP8 recipes. Data are random token ids, so that routing is natural.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 HERE = Path(__file__).parent
-# Fastest of Megatron's settings for each model, by a run of all of them (see the results of 2026-11-29).
+# Fastest of the settings of Megatron tried for each model.
 BEST = {
     "h200-fine": ("fused,cutlass",),
     "h200-deepseek": ("fused,cutlass",),
