@@ -20,6 +20,7 @@ from moeplan.simulator.rank_groups import block_size
 from moeplan.simulator.stack import SoftwareStack
 from moeplan.vocabulary import RecomputeModule
 
+_DEFAULTS = {name: field.default for name, field in Plan.model_fields.items() if name in Point.__slots__}
 MESH_AXES = ("tp", "cp", "pp", "etp", "ep")
 EXCLUDE_EP_OVERLAP: tuple[RecomputeModule, ...] = ("full", "moe")
 # Plan fields that search takes from the stack's recipes.
@@ -176,7 +177,6 @@ def _layout(model: ModelSpec, point: Point) -> str:
 
 def make_point(request: SearchRequest, chosen: dict[str, Any]) -> Point:
     """A point with ``chosen`` fields, then the request's pins, what the stack's recipes set, and Plan's defaults."""
-    defaults = {name: field.default for name, field in Plan.model_fields.items() if name in Point.__slots__}
     sizes = {
         "num_gpus": request.num_gpus,
         "seq_len": request.seq_len,
@@ -186,7 +186,7 @@ def make_point(request: SearchRequest, chosen: dict[str, Any]) -> Point:
     set_by_stack: dict[str, Any] = {}
     if "precision" in chosen:
         set_by_stack = stack_features(request.stack, request.model, request.profile, request.fixed | chosen)
-    return Point(**(defaults | set_by_stack | sizes | wide | request.fixed | chosen | {"recompute": ()}))
+    return Point(**(_DEFAULTS | set_by_stack | sizes | wide | request.fixed | chosen | {"recompute": ()}))
 
 
 def stack_features(

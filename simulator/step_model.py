@@ -25,9 +25,7 @@ from moeplan.simulator.overlap import NO_SAVING, PairSaving, paired_frac, paired
 from moeplan.simulator.rank_groups import rank_groups
 from moeplan.simulator.recurrence import PipelineTime, pipeline_time
 from moeplan.simulator.stack import SoftwareStack
-from moeplan.vocabulary import OP_FAMILIES
 
-NUM_FAMILIES = len(OP_FAMILIES)
 HOST, BUBBLE = FAMILY_INDEX["host"], FAMILY_INDEX["bubble"]
 PP_COMM, DP_COMM, OPTIMIZER = FAMILY_INDEX["pp_comm"], FAMILY_INDEX["dp_comm"], FAMILY_INDEX["optimizer"]
 Order = tuple[int, int, int, int | None]

@@ -12,8 +12,8 @@ from moeplan.units import MICROSECOND
 STREAMS = ("chunks", "compute", "dispatch", "tp", "cp")
 
 
-def step_timeline(model: StepModel, point: Point, *, num_expanded: int = 1) -> Timeline:
-    """Chunks of one step on the stream ``chunks``, and the ops of the first ``num_expanded`` micro-batches.
+def step_timeline(model: StepModel, point: Point) -> Timeline:
+    """Chunks of one step on the stream ``chunks``, and the ops of the first micro-batch.
 
     An op is drawn where it stands in its chunk, scaled so that the ops fill it: overlap between a forward and a
     backward shortens both (see overlap.py).
@@ -23,7 +23,7 @@ def step_timeline(model: StepModel, point: Point, *, num_expanded: int = 1) -> T
     runs = simulate(order, time.forward_s.tolist(), time.backward_s.tolist(), time.send_s)
     spans = [Span(span.rank, "chunks", span.op, span.start_s, span.end_s) for span in timeline(runs).spans]
     for run in runs:
-        if run.micro_batch < num_expanded:
+        if run.micro_batch == 0:
             spans += _ops_of(model, point, run)
     return Timeline(tuple(sorted(spans, key=lambda span: (span.rank, span.start_s, span.end_s))))
 
