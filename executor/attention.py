@@ -131,9 +131,8 @@ class _AttentionBase(nn.Module):
         if isinstance(attention, GqaAttention) and attention.sinks:
             sinks = split_piece(f"layers.{layer}.attention.sinks", (attention.num_heads,), 0, group)
             self.sinks = table.add(sinks, shape=(self.num_heads,), is_decayed=False)
-        self.attend: Core = whole_attention(plan.documents, window, table.device)
-        if mesh.cp.size > 1:
-            self.attend = context_attention(plan, window, self.attend, mesh, table.device)
+        whole = partial(whole_attention, plan.documents, window, table.device)
+        self.attend: Core = context_attention(plan, window, whole, mesh, table.device)
         in_width = attention.num_heads * attention.v_head_dim
         shape = (model.hidden_size, in_width)
         name, std = f"layers.{layer}.attention.output", residual_std(model.num_layers)

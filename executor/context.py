@@ -160,19 +160,24 @@ class HeadSplitAttention:
         return exchange_rows(rows, equal, equal, self.group, "cp_comm")
 
 
-def context_attention(plan: Plan, window: int | None, core: Core, mesh: Mesh, device: torch.device) -> Core:
-    """How a layer attends across ranks, by the plan's ``cp_comm``; ``core`` is attention over whole sequences.
+def context_attention(
+    plan: Plan, window: int | None, whole: Callable[[], Core], mesh: Mesh, device: torch.device
+) -> Core:
+    """How a layer attends across ranks, by the plan's ``cp_comm``; ``whole`` makes attention over whole sequences.
 
+    It is made only where used: its mask of a window is as large as the square of the longest document.
     Neighbours of ``mesh.cp_heads`` hold together, for their part of the heads, the two chunks of each document that a
     rank of ``mesh.cp_ring`` has: with c ranks a group, chunks c i to c i + c - 1 and as many from the other end.
     Layers with a window gather where others pass keys on: a window ends inside a block of the ring.
     """
     heads, ring = mesh.cp_heads, mesh.cp_ring
-    if ring.size > 1:
-        if plan.cp_comm != "all_gather" and window is None:
-            core = RingAttention(ring, documents=plan.documents)
-        else:
-            core = GatheredAttention(plan.documents, window, ring, device)
+    core: Core
+    if ring.size == 1:
+        core = whole()
+    elif plan.cp_comm != "all_gather" and window is None:
+        core = RingAttention(ring, documents=plan.documents)
+    else:
+        core = GatheredAttention(plan.documents, window, ring, device)
     if heads.size == 1:
         return core
     return HeadSplitAttention(tuple(length // ring.size for length in plan.documents), core, heads, device)

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -92,7 +93,7 @@ def attend_part(rank: int, plan: Plan, window: int | None, sinks: Tensor | None)
     mesh = plan_mesh(plan, rank)
     positions = own_positions(plan.documents, mesh.cp, CPU)
     q, k, v, grad = (whole[:, positions] for whole in inputs())
-    attend = context_attention(plan, window, whole_attention(plan.documents, window, CPU), mesh, CPU)
+    attend = context_attention(plan, window, partial(whole_attention, plan.documents, window, CPU), mesh, CPU)
     return attended(attend, (q, k, v), sinks, grad)
 
 
