@@ -14,7 +14,7 @@ from typing import Literal
 from pydantic import Field
 
 from moeplan.errors import InvalidInputError
-from moeplan.files import read_json, read_text, validate, write_text_atomically
+from moeplan.files import read_json, read_text, short, validate, write_text_atomically
 from moeplan.model_spec import ModelSpec
 from moeplan.record import Record
 
@@ -94,16 +94,11 @@ def read_manifest(checkpoint: Path, model: ModelSpec) -> Manifest:
     if differing:
         key = differing[0]
         raise InvalidInputError(
-            f"{checkpoint} holds another model: {key} of {manifest.model.name} is {_short(saved[key])}, "
-            f"that of {model.name} {_short(wanted[key])}",
+            f"{checkpoint} holds another model: {key} of {manifest.model.name} is {short(saved[key])}, "
+            f"that of {model.name} {short(wanted[key])}",
             "resume with a plan of the same model, or start anew in another save_folder",
         )
     return manifest
-
-
-def _short(value: object) -> str:
-    text = str(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def begin_saving(folder: Path, step: int) -> Path:

@@ -7,7 +7,7 @@ gather_uneven_rows and scatter_uneven_rows over etp.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,8 @@ from moeplan.executor.mesh import Group
 from moeplan.executor.scopes import scope
 from moeplan.executor.traffic import count
 from moeplan.vocabulary import OpFamily
+
+ValueT = TypeVar("ValueT")
 
 # torch 2.13 renames these two and warns of the old names; 2.11 and 2.12 have only those.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -85,6 +87,15 @@ def start_all_gather(whole: Tensor, part: Tensor, group: Group) -> Pending:
 def start_reduce_scatter(part: Tensor, whole: Tensor, group: Group) -> Pending:
     """Begin to fill ``part`` with this rank's part of the sum of ``whole`` over the group. Groups of more than one."""
     return Pending(part, whole, _reduce_scatter(part, whole, group=group.process_group, async_op=True))
+
+
+def gather_objects(value: ValueT, group: Group) -> list[ValueT]:
+    """What every rank brings, in rank order, pickled: for what is said once a run, not in steps."""
+    if group.size == 1:
+        return [value]
+    values: list[ValueT | None] = [None] * group.size
+    dist.all_gather_object(values, value, group=group.process_group)
+    return cast("list[ValueT]", values)
 
 
 class _GatherRows(Function):

@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 from moeplan.hf_folder import MXFP4_BLOCK
-
-# The 16 values of E2M1; the highest bit is the sign.
-_FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+from moeplan.kernels.quantize_reference import E2M1_VALUES
 
 
 class BlockFp8Slices:
@@ -45,7 +43,7 @@ class Mxfp4Slices:
         bytes_EOBC: Tensor = self._blocks[experts, outputs, blocks, 0 : MXFP4_BLOCK // 2]
         exponents_EOB: Tensor = self._exponents[experts, outputs, blocks]
         codes = torch.stack([bytes_EOBC & 15, bytes_EOBC >> 4], -1).flatten(-2).long()
-        values = torch.tensor([*_FP4_VALUES, *(-value for value in _FP4_VALUES)])[codes]
+        values = torch.tensor([*E2M1_VALUES, *(-value for value in E2M1_VALUES)])[codes]
         whole_EOI = torch.ldexp(values, exponents_EOB[..., None].int() - 127).flatten(-2)
         start = first * MXFP4_BLOCK
         return whole_EOI[..., inputs.start - start : inputs.stop - start].transpose(1, 2)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moeplan.executor.collectives import gather_objects
 from moeplan.executor.flat_buffer import Span
 from moeplan.executor.mesh import Mesh
 from moeplan.executor.model import Transformer
@@ -114,9 +115,7 @@ def _bias_slices(model: Transformer) -> Iterator[TensorSlice]:
 def _holders(own: dict[str, dict[Box, Tensor]], mesh: Mesh) -> dict[str, dict[Box, list[int]]]:
     """Ranks that hold each part of each weight."""
     listed = {name: list(parts) for name, parts in own.items()}
-    everyone: list[dict[str, list[Box]]] = [listed] * mesh.world.size
-    if mesh.world.size > 1:
-        dist.all_gather_object(everyone, listed)
+    everyone = gather_objects(listed, mesh.world)
     holders: dict[str, dict[Box, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, names in enumerate(everyone):
         for name, boxes in names.items():
@@ -199,10 +198,7 @@ class _Writer:
     def finish(self, config: dict[str, Any]) -> None:
         """The last file, final names, and from rank 0 the index where there are several files, the config last."""
         self._flush()
-        everyone: list[list[tuple[Path, dict[str, int]]]] = [self.files] * self.mesh.world.size
-        if self.mesh.world.size > 1:
-            dist.all_gather_object(everyone, self.files)
-        files = [file for ranks in everyone for file in ranks]
+        files = [file for ranks in gather_objects(self.files, self.mesh.world) for file in ranks]
         weight_map: dict[str, str] = {}
         for number, (path, sizes) in enumerate(files, 1):
             final = SINGLE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"

@@ -7,20 +7,18 @@ import math
 from collections import deque
 from collections.abc import Iterable
 from statistics import median
-from typing import TypeVar, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from moeplan.errors import RunFailedError
+from moeplan.executor.collectives import gather_objects
 from moeplan.executor.mesh import Group
 
 # Gradient norms that a spike is judged by, and how many of them must be there first.
 SPIKE_WINDOW, SPIKE_MIN_STEPS = 32, 8
 
 NamedTensors = Iterable[tuple[str, Tensor]]
-ValueT = TypeVar("ValueT")
 
 
 def check_finite(what: str, values: list[float], step: int, tensors: NamedTensors, world: Group) -> None:
@@ -34,7 +32,7 @@ def check_finite(what: str, values: list[float], step: int, tensors: NamedTensor
         return
     rank, value = bad[0]
     first = next((name for name, tensor in tensors if not bool(torch.isfinite(tensor).all())), "")
-    found = _gathered(first, world)
+    found = gather_objects(first, world)
     where = ""
     if any(found):
         rank = next(rank for rank, name in enumerate(found) if name)
@@ -48,7 +46,7 @@ def check_finite(what: str, values: list[float], step: int, tensors: NamedTensor
 def largest_tensor(tensors: NamedTensors, world: Group) -> tuple[str, int]:
     """Name and rank of the tensor with the largest norm. Collective over the world."""
     norms = [(float(torch.linalg.vector_norm(tensor)), name) for name, tensor in tensors]
-    ranked = _gathered(max(norms, default=(0.0, "")), world)
+    ranked = gather_objects(max(norms, default=(0.0, "")), world)
     rank = max(range(len(ranked)), key=ranked.__getitem__)
     return ranked[rank][1], rank
 
@@ -66,12 +64,3 @@ class SpikeGuard:
             return norm / median(self._norms)
         self._norms.append(norm)
         return 0.0
-
-
-def _gathered(value: ValueT, group: Group) -> list[ValueT]:
-    """The value of every rank of the group."""
-    if group.size == 1:
-        return [value]
-    values: list[ValueT | None] = [None] * group.size
-    dist.all_gather_object(values, value, group=group.process_group)
-    return cast("list[ValueT]", values)

@@ -6,10 +6,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from moeplan.executor.measure import PeakBytes, context_bytes, spread_frac
-from moeplan.executor.mesh import Mesh
 from moeplan.executor.train import Trainer, TrainingRecord
 from moeplan.flops import training_flops_per_token
 from moeplan.kernels.back_end_choice import choices
@@ -56,15 +54,6 @@ def memory_by_category(trainer: Trainer, peak: PeakBytes, resident_before_bytes:
     live_bytes = peak.allocated if on_cuda else peak.allocated - resident_before_bytes
     activations_bytes = max(0.0, live_bytes - sum(state.values()))
     return {**state, "framework": framework_bytes, "activations": activations_bytes}
-
-
-def gather_figures(own: RankFigures, mesh: Mesh) -> list[RankFigures]:
-    """Every rank's figures, in rank order. Collective."""
-    if mesh.world.size == 1:
-        return [own]
-    gathered: list[RankFigures] = [own] * mesh.world.size
-    dist.all_gather_object(gathered, own, group=mesh.world.process_group)
-    return gathered
 
 
 def _notes(plan: Plan) -> tuple[str, ...]:

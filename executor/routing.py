@@ -7,6 +7,7 @@ Shapes: L tokens of this rank in a micro-batch, M micro-batches, K experts per t
 """
 
 import hashlib
+import io
 from collections import Counter
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from moeplan.errors import InvalidInputError
 from moeplan.executor.context import own_positions
 from moeplan.executor.mesh import Mesh
 from moeplan.executor.routing_files import step_folder
+from moeplan.files import write_bytes_atomically
 from moeplan.kernels.router import RouterOptions, choose_experts
 from moeplan.plan import Plan
 from moeplan.run_config import RunConfig
@@ -101,11 +103,9 @@ class RoutingControl:
         names = sorted({router for router, _ in self._recorded})
         places = self._places()
         record = {name: torch.stack([self._recorded[name, index] for index in range(len(places))]) for name in names}
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"rank-{self.mesh.rank:05d}.pt"
-        part = path.with_suffix(".part")
-        torch.save({_PLACES: places, **record}, part)
-        part.replace(path)
+        content = io.BytesIO()
+        torch.save({_PLACES: places, **record}, content)
+        write_bytes_atomically(folder / f"rank-{self.mesh.rank:05d}.pt", content.getvalue())
 
     def _read(self, folder: Path) -> Indices:
         """Indices of every router that any rank recorded, at this rank's tokens."""

@@ -51,19 +51,16 @@ def _in_row(shape: tuple[int, ...], row: int, start: int, end: int) -> Iterator[
 
 def buffer_slices(buffer: FlatBuffer, span: Span, flat: Tensor, flat_start: int) -> Iterator[TensorSlice]:
     """Elements ``span`` of a buffer as slices; ``flat`` holds the buffer's elements from ``flat_start`` on."""
-    start = 0
-    for entry in buffer.entries:
-        shape, own = tuple(entry.parameter.shape), Span(start, start + entry.parameter.numel())
-        part = own.overlap(span)
-        for box in boxes(shape, part.start - start, part.end - start):
-            first = start - flat_start + _first_element(shape, box)
+    for entry, own in buffer.spans():
+        shape, part = tuple(entry.parameter.shape), own.overlap(span)
+        for box in boxes(shape, part.start - own.start, part.end - own.start):
+            first = own.start - flat_start + _first_element(shape, box)
             sizes = [one.stop - one.start for one in box]
             values = flat[first : first + math.prod(sizes)].view(sizes)
             for piece in entry.pieces:
                 found = _piece_slice(piece, box, values)
                 if found is not None:
                     yield found
-        start = own.end
 
 
 def _first_element(shape: tuple[int, ...], box: Box) -> int:

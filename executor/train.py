@@ -28,6 +28,7 @@ from moeplan.flops import training_flops_per_token
 from moeplan.plan import Plan
 from moeplan.results import FamilyTime
 from moeplan.run_config import RunConfig
+from moeplan.units import TFLOP
 from moeplan.vocabulary import OpFamily
 
 Progress = Callable[[str], None]
@@ -220,7 +221,7 @@ def _logged(trainer: Trainer, number: int, result: StepResult, step_s: float) ->
         "tokens_per_s_per_gpu": tokens_per_s,
         "model_tflops_per_gpu": tokens_per_s
         * training_flops_per_token(plan.model, plan.seq_len, plan.packed_lengths)
-        / 1e12,
+        / TFLOP,
         "tokens": plan.tokens_per_step * (number + 1),
     }
 

@@ -22,6 +22,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from moeplan.errors import InvalidInputError, MoeplanError, OutOfMemoryError
 from moeplan.executor.check import check_graph, check_run, check_supported, check_world
+from moeplan.executor.collectives import gather_objects
 from moeplan.executor.data import open_tokens
 from moeplan.executor.determinism import make_deterministic
 from moeplan.executor.export_hf import export_trained
@@ -36,7 +37,7 @@ from moeplan.executor.failure import (
 )
 from moeplan.executor.kernel_tuning import tune
 from moeplan.executor.measure import reset_peak_resident, resident_bytes
-from moeplan.executor.measurement import gather_figures, make_figures, measure_rank
+from moeplan.executor.measurement import make_figures, measure_rank
 from moeplan.executor.mesh import plan_mesh
 from moeplan.executor.out_of_memory import HINT, is_out_of_memory, memory_explained
 from moeplan.executor.step_log import StepLog
@@ -99,7 +100,7 @@ def run_rank(plan_path: Path, run_path: Path | None, out_path: Path) -> None:
             trainer.resume()
         _reset_peak(device)
         record = _train(trainer, rank, resident_before_bytes)
-        ranks = gather_figures(measure_rank(trainer, record, resident_before_bytes), mesh)
+        ranks = gather_objects(measure_rank(trainer, record, resident_before_bytes), mesh.world)
         if run.export_hf:
             export_trained(plan, mesh, trainer.model, trainer.optimizer, Path(run.export_hf))
         if rank == 0:

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from moeplan.kernels.recipes import LARGEST, Element, ScaleType, Scaling
 
-_DTYPES: dict[Element, torch.dtype] = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+DTYPES: dict[Element, torch.dtype] = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 # Magnitudes of e2m1, whose code is their place here and the sign as fourth bit.
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E2M1_MIDDLES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
@@ -162,7 +162,7 @@ def _read_scale(stored_B: Tensor, tensor_scale: Tensor | None) -> Tensor:
 def _stored(x: Tensor, element: Element, *, stochastic: bool) -> Tensor:
     x = x.clamp(-LARGEST[element], LARGEST[element])
     if element != "e2m1":
-        return x.to(_DTYPES[element])
+        return x.to(DTYPES[element])
     magnitude = x.abs().contiguous()
     if stochastic:
         values = magnitude.new_tensor(E2M1_VALUES)

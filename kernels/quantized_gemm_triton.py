@@ -10,11 +10,10 @@ from torch import Tensor
 
 from moeplan.kernels import grouped_gemm_fp8_triton, quantize_triton
 from moeplan.kernels.padded_rows import PaddedRows
-from moeplan.kernels.quantize_reference import scale_of
+from moeplan.kernels.quantize_reference import DTYPES, scale_of
 from moeplan.kernels.quantized_gemm import Pair, Stored
-from moeplan.kernels.recipes import Element, Recipe
+from moeplan.kernels.recipes import Recipe
 
-DTYPES: dict[Element, torch.dtype] = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 amax = quantize_triton.amax
 
 
