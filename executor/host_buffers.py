@@ -10,7 +10,11 @@ from torch import Tensor
 
 
 class HostBuffers:
-    """Host memory for storages of one device, by size, with one stream for each direction."""
+    """Host memory for storages of one device, with one stream for each direction.
+
+    A buffer has the least power of two of bytes that holds the storage: torch pins no less in any case, and rows that
+    experts get, of which no two steps have as many, find the buffers of those before.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -20,14 +24,18 @@ class HostBuffers:
         self._free: dict[int, list[tuple[Tensor, torch.cuda.Event | None]]] = defaultdict(list)
 
     def take(self, num_bytes: int) -> Tensor:
-        """A buffer nobody uses, pinned beside a GPU. Copies on ``to_host`` may begin at once."""
-        if self._free[num_bytes]:
-            buffer, last_use = self._free[num_bytes].pop()
+        """A buffer of so many bytes or more that nobody uses, pinned beside a GPU.
+
+        Copies on ``to_host`` may begin at once.
+        """
+        room = 1 << max(0, num_bytes - 1).bit_length()
+        if self._free[room]:
+            buffer, last_use = self._free[room].pop()
             if last_use is not None and self.to_host is not None:
                 self.to_host.wait_event(last_use)
             return buffer
-        self.num_bytes += num_bytes
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self.to_host is not None)
+        self.num_bytes += room
+        return torch.empty(room, dtype=torch.uint8, pin_memory=self.to_host is not None)
 
     def give_back(self, buffer: Tensor, last_use: torch.cuda.Event | None) -> None:
         """Let others write to ``buffer`` once ``last_use`` is over."""
@@ -43,8 +51,10 @@ class ParkedStorage:
     def __init__(self, tensor: Tensor, buffers: HostBuffers) -> None:
         self._buffers = buffers
         self._device: Tensor | None = tensor.detach().new_empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
-        self._host = buffers.take(self._device.numel())
-        self._is_here = True  # the device's copy can be read without waiting
+        self._num_bytes = self._device.numel()
+        self._buffer = buffers.take(self._num_bytes)
+        self._host = self._buffer[: self._num_bytes]
+        self._is_here = True  # the storage never left, so it can be read without waiting
         stream = buffers.to_host
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(buffers.device))
@@ -65,7 +75,7 @@ class ParkedStorage:
         """Start the way back, unless the storage is still here."""
         if self._device is not None:
             return
-        self._device = torch.empty(self._host.numel(), dtype=torch.uint8, device=self._buffers.device)
+        self._device = torch.empty(self._num_bytes, dtype=torch.uint8, device=self._buffers.device)
         stream = self._buffers.to_device
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(self._buffers.device))
@@ -74,12 +84,16 @@ class ParkedStorage:
         self._copied, self._is_here = None if stream is None else stream.record_event(), False
 
     def view(self, dtype: torch.dtype, size: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
-        """A saved tensor, back on the device; the current stream waits for the copy."""
+        """A saved tensor, back on the device; the current stream waits for the copy.
+
+        Backward of exchanges has a stream of its own, so one stream may fetch what another one reads.
+        """
         self.fetch()
+        assert self._device is not None
         if not self._is_here:
             self._wait()
-            self._is_here = True
-        assert self._device is not None
+            if self._device.is_cuda:
+                self._device.record_stream(torch.cuda.current_stream(self._buffers.device))
         return torch.empty(0, dtype=dtype, device=self._buffers.device).set_(
             self._device.untyped_storage(), offset, size, stride
         )
@@ -91,4 +105,4 @@ class ParkedStorage:
     def __del__(self) -> None:
         if not self._is_here:
             self._wait()  # a copy nobody asked for must not be written over what comes next in its memory
-        self._buffers.give_back(self._host, self._copied)
+        self._buffers.give_back(self._buffer, self._copied)

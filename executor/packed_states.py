@@ -17,6 +17,7 @@ from moeplan.kernels.adam import AdamOptions, AdamState, adam_
 
 BLOCK = 128
 E4M3_MAX, E4M3_LEAST = 448.0, 2.0**-9
+LEAST_SCALE = torch.finfo(torch.float32).tiny
 # Elements unpacked at once: three fp32 copies take 192 MiB. A multiple of BLOCK.
 CHUNK = 2**24
 
@@ -95,7 +96,8 @@ class Fp8Blocks:
         padded = torch.nn.functional.pad(roots, (0, -span.size % BLOCK)).view(-1, BLOCK)
         largest = padded.abs().amax(1)
         blocks = slice(span.start // BLOCK, span.start // BLOCK + len(largest))
-        self.scales[blocks] = torch.where(largest > 0, largest / E4M3_MAX, 1.0)
+        # No gradient for hundreds of steps leaves moments near 1e-43, whose scale would be 0 and 0 / 0 no number.
+        self.scales[blocks] = (largest / E4M3_MAX).clamp(min=LEAST_SCALE)
         scaled = (roots / self._scales(span)).clamp_(-E4M3_MAX, E4M3_MAX)
         if self.is_square:
             scaled = torch.where(roots > 0, scaled.clamp(min=E4M3_LEAST), scaled)

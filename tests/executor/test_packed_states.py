@@ -36,6 +36,17 @@ def test_weights_and_remainders_are_the_main_weights(values: list[float]) -> Non
     assert packed.num_bytes == 2 * len(values)
 
 
+@pytest.mark.parametrize("is_square", [False, True])
+def test_moments_of_what_gets_no_gradient_fade_away(*, is_square: bool) -> None:
+    packed, everything = Fp8Blocks(BLOCK, CPU, is_square=is_square), Span(0, BLOCK)
+    packed.pack(everything, torch.arange(float(BLOCK)) * 1e-20)  # element 0 never had one
+    for _ in range(600):
+        packed.pack(everything, packed.unpack(everything) * 0.9)
+    found = packed.unpack(everything)
+    assert found[0] == 0
+    assert (found < 1e-35).all()  # and so no NaN
+
+
 @pytest.mark.parametrize("num_elements", [1, BLOCK, 3 * BLOCK + 5])
 @pytest.mark.parametrize("is_square", [False, True])
 def test_fp8_values_are_near(num_elements: int, *, is_square: bool) -> None:
