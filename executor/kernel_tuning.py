@@ -1,14 +1,12 @@
 """Which back end multiplies a plan's experts fastest on this GPU: measured before training, remembered on disk.
 
-Each candidate runs alone, long enough for the power limit to set the clock that it can hold: in turns of a few calls a
-back end that draws more power looks faster than it is in a step. A choice is kept by device, versions and shape, so the
-next run of a shape starts at once.
+Candidates are compared under load (:mod:`moeplan.executor.candidate_timing`). A choice is kept by device, versions and
+shape, so the next run of a shape starts at once.
 
 Shapes: E experts of this rank, R rows, H input width, F output width.
 """
 
 import json
-import math
 import os
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
@@ -19,6 +17,7 @@ import torch
 from torch import Tensor
 
 from moeplan.errors import InvalidInputError
+from moeplan.executor.candidate_timing import under_load
 from moeplan.executor.mesh import Mesh
 from moeplan.files import write_text_atomically
 from moeplan.kernels import grouped_gemm, grouped_weight_grad
@@ -28,13 +27,11 @@ from moeplan.kernels.main_grad import MainGrad
 from moeplan.plan import Plan
 
 FOLDER_VARIABLE = "MOEPLAN_CACHE"
-_WINDOW_S = 0.25  # of load before the timed calls, and of these
 LARGE_EXPERT_ROWS = 256  # below it one launch an expert costs more than its products: never a candidate
 _BACK_ENDS: Mapping[str, Collection[str]] = {
     grouped_gemm.OPERATION: grouped_gemm.BACKENDS,
     grouped_weight_grad.OPERATION: grouped_weight_grad.BACKENDS,
 }
-Candidates = Mapping[str, Callable[[], object]]
 
 
 def cache_path() -> Path:
@@ -93,9 +90,7 @@ def _read(path: Path) -> dict[str, dict[str, dict[str, float]]]:
 
 def _key(shape: Shape, num_rows: int, device: torch.device) -> str:
     name = torch.cuda.get_device_name(device)
-    return (
-        f"{name}, torch {torch.__version__}, {'x'.join(map(str, shape))}, {num_rows} rows, bf16 into fp32, under load"
-    )
+    return f"{name}, torch {torch.__version__}, {'x'.join(map(str, shape))}, {num_rows} rows, bf16 into fp32, in rounds"
 
 
 def _measure(shape: Shape, num_rows: int, device: torch.device) -> dict[str, dict[str, float]]:
@@ -126,27 +121,3 @@ def _product(name: str, x_RH: Tensor, weight_EHF: Tensor, offsets_E: Tensor, gra
 
 def _addition(name: str, main: MainGrad, x_RH: Tensor, grad_RF: Tensor, offsets_E: Tensor) -> Callable[[], object]:
     return lambda: add_grouped_weight_grad_(main, x_RH, grad_RF, offsets_E, backend=name)
-
-
-def under_load(candidates: Candidates) -> dict[str, float]:
-    """Seconds a call of each, after a window in which it alone has run."""
-    return {name: _seconds(run) for name, run in candidates.items()}
-
-
-def _seconds(run: Callable[[], object]) -> float:
-    run()  # compiles
-    num_calls = max(1, math.ceil(_WINDOW_S / max(_timed(run, 1), 1e-6)))
-    for _ in range(num_calls):
-        run()
-    return _timed(run, num_calls)
-
-
-def _timed(run: Callable[[], object], num_calls: int) -> float:
-    """Mean seconds of calls in a row, from the end of what was given before."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(num_calls):
-        run()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end)) / 1000 / num_calls

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moeplan.kernels.activation_triton import _CODES, _GATED, _act, _act_slope
 from moeplan.kernels.padded_rows import TILE, PaddedRows
-from moeplan.kernels.quantize_triton import empty_pair, store_pair
+from moeplan.kernels.quantize_triton import empty_pair, store_pair, tile_places
 from moeplan.kernels.quantized_gemm import Pair
 from moeplan.kernels.triton_launch import block_of
 
@@ -61,9 +61,7 @@ def _forward(
     tile, first_col = tl.program_id(0), tl.program_id(1) * COLS
     count = tl.load(count_ptr + tile)
     if count > 0:
-        rows, cols = tl.arange(0, ROWS), first_col + tl.arange(0, COLS)
-        source = (tl.load(row_ptr + tile) + rows).to(tl.int64)
-        mask = (rows < count)[:, None] & (cols < F)[None, :]
+        source, cols, is_row, mask = tile_places(row_ptr, count, tile, first_col, F, ROWS, COLS)
         place = x_ptr + source[:, None] * F * (2 if GATED else 1) + cols[None, :]
         gate = tl.load(place, mask, 0).to(tl.float32)
         up = gate
@@ -71,7 +69,7 @@ def _forward(
             up = tl.load(place + F, mask, 0).to(tl.float32)
         prob = 1.0
         if HAS_PROBS:
-            prob = tl.load(probs_ptr + source, rows < count, 0).to(tl.float32)[:, None]
+            prob = tl.load(probs_ptr + source, is_row, 0).to(tl.float32)[:, None]
         y = _activated(gate, up, prob, CODE, GATED)
         amax = tl.load(amax_ptr)
         store_pair(
@@ -131,9 +129,7 @@ def _backward(
     tile, first_col = tl.program_id(0), tl.program_id(1) * COLS
     count = tl.load(count_ptr + tile)
     if count > 0:
-        rows, cols = tl.arange(0, ROWS), first_col + tl.arange(0, COLS)
-        source = (tl.load(row_ptr + tile) + rows).to(tl.int64)
-        mask = (rows < count)[:, None] & (cols < F)[None, :]
+        source, cols, is_row, mask = tile_places(row_ptr, count, tile, first_col, F, ROWS, COLS)
         G = F * (2 if GATED else 1)
         place = x_ptr + source[:, None] * G + cols[None, :]
         gate = tl.load(place, mask, 0).to(tl.float32)
@@ -143,7 +139,7 @@ def _backward(
             up = tl.load(place + F, mask, 0).to(tl.float32)
         prob = 1.0
         if HAS_PROBS:
-            prob = tl.load(probs_ptr + source, rows < count, 0).to(tl.float32)[:, None]
+            prob = tl.load(probs_ptr + source, is_row, 0).to(tl.float32)[:, None]
         grad_gate, grad_up = _slopes(grad, gate, up, prob, CODE, GATED)
         amax = tl.load(amax_ptr)
         store_pair(

@@ -22,6 +22,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moeplan.kernels.padded_rows import TILE, PaddedRows
+from moeplan.kernels.triton_launch import num_processors
 
 
 @dataclass(frozen=True)
@@ -138,12 +139,6 @@ def _gradient(
             tl.store(out, total.to(total_ptr.dtype.element_ty), mask)
 
 
-def _programs(num_tiles: int, device: torch.device) -> int:
-    if device.type != "cuda":
-        return min(num_tiles, 2)
-    return min(num_tiles, int(torch.cuda.get_device_properties(device).multi_processor_count))
-
-
 def rows_gemm(
     x_PK: Tensor, scale_x: Tensor, weight_ENK: Tensor, scale_E: Tensor, rows: PaddedRows,
     *, blockwise: bool = False, tiling: Tiling | None = None,
@@ -157,7 +152,7 @@ def rows_gemm(
     how = tiling or (BLOCKWISE if blockwise else ROWS)
     tiles = rows.num_tiles * triton.cdiv(width_n, how.block_n)
     if tiles and rows.num_rows:
-        _rows[_programs(tiles, x_PK.device),](
+        _rows[min(tiles, num_processors(x_PK.device)),](
             TensorDescriptor.from_tensor(x_PK, [TILE, how.block_k]),
             TensorDescriptor.from_tensor(weight_ENK.view(-1, width_k), [how.block_n, how.block_k]),
             y_RN, rows.expert_of_tile, rows.row_of_tile, rows.count_of_tile, scale_x, scale_E, rows.num_tiles,
@@ -183,7 +178,7 @@ def gradient_gemm_(
             total_EMN.zero_()
     elif tiles:
         reduces = add and total_EMN.is_cuda and total_EMN.dtype == torch.float32
-        _gradient[_programs(tiles, a_MP.device),](
+        _gradient[min(tiles, num_processors(a_MP.device)),](
             TensorDescriptor.from_tensor(a_MP, [TILE, how.block_k]),
             TensorDescriptor.from_tensor(b_NP, [how.block_n, how.block_k]),
             total_EMN, TensorDescriptor.from_tensor(total_EMN, [1, TILE, how.block_n // 4]), rows.padded_end_E,

@@ -13,13 +13,13 @@ Shapes: T rows sorted by expert, H input width, F output width, E experts.
 
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moeplan.kernels.main_grad import MainGrad
+from moeplan.kernels.triton_launch import num_processors
 
 _TILES_A_GROUP = 8  # tiles of H that follow one another before F moves on: their operands stay in L2
 
@@ -152,7 +152,7 @@ def add_(main: MainGrad, x_TH: Tensor, grad_TF: Tensor, offsets_E: Tensor, name:
     out_width = config.tile_f >> config.halvings
     reduce = config.reduce and x_TH.is_cuda  # Triton's interpreter has no bulk reduction
     num_tiles = E * triton.cdiv(H, config.tile_h) * triton.cdiv(F, config.tile_f)
-    num_programs = min(num_tiles, config.programs_a_processor * _num_processors(x_TH.device))
+    num_programs = min(num_tiles, config.programs_a_processor * num_processors(x_TH.device))
     _add_products[num_programs,](
         TensorDescriptor.from_tensor(x_TH, [config.rows, config.tile_h]),
         TensorDescriptor.from_tensor(grad_TF, [config.rows, config.tile_f]),
@@ -161,8 +161,3 @@ def add_(main: MainGrad, x_TH: Tensor, grad_TF: Tensor, offsets_E: Tensor, name:
         main.is_clear, reduce, _TILES_A_GROUP, num_stages=config.num_stages, num_warps=config.num_warps,
     )  # fmt: skip
     main.is_clear = False
-
-
-def _num_processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU; on a CPU, where the interpreter runs programs in turn, a few."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from moeplan.kernels.triton_launch import compute_dtype
+from moeplan.kernels.triton_launch import compute_dtype, num_processors
 
 MAX_WIDTH = 8192  # of a row that a program holds at once; beyond it registers spill
 _ELEMENTS_A_PROGRAM = 2048  # at least: narrow rows, such as those of heads, go several at a time
@@ -108,7 +108,7 @@ class _RmsNorm(torch.autograd.Function):
         grad_H, width, num_rows = grad_H.contiguous(), x_H.shape[-1], len(inverse_rms_R)
         grad_x_H = torch.empty_like(x_H)
         rows, block = _tile(width)
-        num_programs = min(triton.cdiv(num_rows, rows), _PROGRAMS_A_PROCESSOR * _num_processors(x_H.device))
+        num_programs = min(triton.cdiv(num_rows, rows), _PROGRAMS_A_PROCESSOR * num_processors(x_H.device))
         grad_weight_PH = torch.empty((num_programs, width), dtype=inverse_rms_R.dtype, device=x_H.device)
         if num_programs:
             _norm_backward[num_programs,](
@@ -122,8 +122,3 @@ def _tile(width: int) -> tuple[int, int]:
     """Rows and columns of a program's block."""
     block = int(triton.next_power_of_2(width))
     return max(1, _ELEMENTS_A_PROGRAM // block), block
-
-
-def _num_processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU; on a CPU, where the interpreter runs programs in turn, one."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

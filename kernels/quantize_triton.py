@@ -33,6 +33,15 @@ def stored(x, inverse, LARGEST: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def tile_places(row_ptr, count, tile, first_col, width, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Rows of the input that a tile holds, its columns, which rows it has, and which places of both."""
+    rows, cols = tl.arange(0, ROWS), first_col + tl.arange(0, COLS)
+    source = (tl.load(row_ptr + tile) + rows).to(tl.int64)
+    is_row = rows < count
+    return source, cols, is_row, is_row[:, None] & (cols < width)[None, :]
+
+
+@triton.jit
 def store_pair(
     x, p_ptr, t_ptr, p_scale_ptr, t_scale_ptr, amax, tile, first_col, end_col, C, P,
     BLOCKWISE: tl.constexpr, LARGEST: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
@@ -82,9 +91,7 @@ def _quantize_rows(
     tile, first_col = tl.program_id(0), tl.program_id(1) * COLS
     count = tl.load(count_ptr + tile)
     if count > 0:
-        rows, cols = tl.arange(0, ROWS), first_col + tl.arange(0, COLS)
-        source = (tl.load(row_ptr + tile) + rows).to(tl.int64)
-        mask = (rows < count)[:, None] & (cols < C)[None, :]
+        source, cols, _is_row, mask = tile_places(row_ptr, count, tile, first_col, C, ROWS, COLS)
         x = tl.load(x_ptr + source[:, None] * C + cols[None, :], mask, 0).to(tl.float32)
         amax = tl.load(amax_ptr)
         store_pair(

@@ -1,7 +1,6 @@
 """Choices of back ends: what is tuned, remembered and taken up again. Timing itself needs a GPU."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -101,11 +100,3 @@ def test_names_that_another_version_left_are_passed_over(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
     found = tune(PLAN, build_mesh(PLAN.folding, 0), torch.device("cuda", 0))
     assert [(name.split()[0], backend) for name, backend in found.items()] == [("grouped_gemm", "torch")] * 2
-
-
-@pytest.mark.gpu
-def test_the_longer_of_two_takes_longer() -> None:
-    x = torch.randn(2048, 2048, device="cuda")
-    candidates: dict[str, Callable[[], object]] = {"short": lambda: x + 1, "long": lambda: [x @ x for _ in range(5)]}
-    times_s = kernel_tuning.under_load(candidates)
-    assert 0 < times_s["short"] < times_s["long"]
