@@ -16,7 +16,6 @@ from torch.autograd import Function
 
 from moeplan.executor.mesh import Group
 from moeplan.executor.scopes import scope
-from moeplan.executor.traffic import count
 from moeplan.vocabulary import OpFamily
 
 ValueT = TypeVar("ValueT")
@@ -29,14 +28,12 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 def all_reduce(x: Tensor, group: Group) -> Tensor:
     """Sum over the group, in place; no gradient."""
     if group.size > 1:
-        count("all_reduce", group, x.nbytes)
         dist.all_reduce(x, group=group.process_group)
     return x
 
 
 def all_gather_into(whole: Tensor, part: Tensor, group: Group) -> None:
     """Fill ``whole`` with the parts of every rank, in rank order. Groups of more than one."""
-    count("all_gather", group, whole.nbytes)
     _all_gather(whole, part, group=group.process_group)
 
 
@@ -54,7 +51,6 @@ def reduce_scatter_raw(x: Tensor, group: Group) -> Tensor:
     if group.size == 1:
         return x
     part = x.new_empty((x.shape[0] // group.size, *x.shape[1:]))
-    count("reduce_scatter", group, x.nbytes)
     _reduce_scatter(part, x.contiguous(), group=group.process_group)
     return part
 
@@ -139,8 +135,6 @@ def exchange_raw(x: Tensor, send: Sequence[int], receive: Sequence[int], group: 
     if group.size == 1:
         return x
     received = x.new_empty((sum(receive), *x.shape[1:]))
-    row_bytes = x.element_size() * x.shape[1:].numel()
-    count("all_to_all", group, x.nbytes, [rows * row_bytes for rows in send])
     dist.all_to_all_single(received, x.contiguous(), list(receive), list(send), group=group.process_group)
     return received
 

@@ -70,10 +70,6 @@ class ShardedBuffer(FlatBuffer):
             _resize(self.weights, 0)
             self.is_whole = False
 
-    def keep_written(self) -> None:
-        """Take this rank's part from whole weights that were written."""
-        self.part_weights.copy_(self.own.inside(self.weights))
-
     def open_grads(self) -> None:
         """Make room for the gradients of one micro-batch."""
         self.finish_micro_batch()

@@ -193,27 +193,15 @@ class ChainedOptimizer:
             one.buffer.finish_gather()
 
     @contextmanager
-    def whole_weights(self, *, writes: bool = False) -> Iterator[None]:
-        """Every parameter holds its weights inside, whatever the sharding. Collective over the copies.
-
-        ``writes``: what is written there is kept, the same on all copies.
-        """
+    def whole_weights(self) -> Iterator[None]:
+        """Every parameter holds its weights inside, whatever the sharding. Collective over the copies."""
         self.finish_gathers()
         sharded = [one.buffer for one in self.classes if isinstance(one.buffer, ShardedBuffer | PrimaryBuffer)]
         for buffer in sharded:
             buffer.gather()
         yield
-        if writes:
-            for one in self.classes:
-                one.end_step()
         for buffer in sharded:
-            if writes:
-                buffer.keep_written()
             buffer.release()
-        if writes:
-            for one in self.classes:
-                for part in one.parts:
-                    part.take_weights()
 
     def named_grads(self) -> Iterator[tuple[str, Tensor]]:
         """This rank's gradients, by the name of the whole tensor."""

@@ -60,11 +60,6 @@ class StatePart:
         if self.has_main:
             self.weights.copy_(self.flats["weight"])
 
-    def take_weights(self) -> None:
-        """Begin from what was written into the model's weights."""
-        if self.has_main:
-            self.flats["weight"].copy_(self.weights)
-
     def step(self, grads: Tensor, decays: Sequence[DecaySpan], options: AdamOptions) -> None:
         """One update by the gradients of everything that the optimizer updates."""
         self.num_steps += 1
@@ -163,12 +158,6 @@ class HostPart(StatePart):
     def device_bytes(self) -> int:
         """Main weights."""
         return self.main.nbytes * self.has_main
-
-    def take_weights(self) -> None:
-        """Begin from what was written into the model's weights."""
-        if self.has_main:
-            self.main.copy_(self.weights)
-        self._host_main.copy_(self.main)
 
     def take_loaded(self, num_steps: int) -> None:
         """As :meth:`StatePart.take_loaded`."""

@@ -155,11 +155,6 @@ class PackedPart(StatePart):
             one.pack(Span(0, self.span.size), values)
         self._write_weights(Span(0, self.span.size), flats["weight"])
 
-    def take_weights(self) -> None:
-        """Begin from what was written into the model's weights."""
-        if self.has_main:
-            self.states[0].pack(Span(0, self.span.size), self.weights.to(torch.float32))
-
     def step(self, grads: Tensor, decays: Sequence[DecaySpan], options: AdamOptions) -> None:
         """One update by the gradients of everything that the optimizer updates."""
         self.num_steps += 1

@@ -132,12 +132,6 @@ class PrimaryBuffer(FlatBuffer):
         if self.is_sharded and self.copies.shard.size > 1:
             start_all_gather(self.weights, self.own.inside(self.weights).clone(), self.copies.shard).finish()
 
-    def keep_written(self) -> None:
-        """Take this rank's part from whole weights that were written."""
-        self.main.copy_(self.updated.inside(self.weights))
-        self.start_gather()
-        self.finish_gather()
-
     def release(self) -> None:
         """Let go of what :meth:`gather` brought."""
         self.weights.untyped_storage().resize_(0)

@@ -14,6 +14,8 @@ FlexBackend = Literal["deepep", "hybridep", "torch"]
 CpComm = Literal["p2p", "all_gather", "a2a", "a2a+p2p"]
 Sharding = Literal["none", "optimizer", "full"]
 CudaGraphScope = Literal["attn", "mlp", "moe_router", "moe_preprocess", "moe", "full_iteration"]
+# What recipes capture of MoE layers whose shapes depend on routing (report section 3.4).
+PARTIAL_GRAPH: tuple[CudaGraphScope, ...] = ("attn", "moe_preprocess", "moe_router")
 OffloadModule = Literal[
     "attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act", "fused_group_mlp"
 ]

@@ -21,7 +21,7 @@ from moeplan.planner.published_rows import CellError, PublishedRow
 from moeplan.presets import load_model
 from moeplan.simulator.stack import SoftwareStack
 from moeplan.simulator.stack_defaults import Features
-from moeplan.vocabulary import PRECISIONS
+from moeplan.vocabulary import PARTIAL_GRAPH, PRECISIONS
 
 LATEST = "megatron-bridge-26.08"
 # Engines by what their sources are called, first match wins; all else is Megatron.
@@ -40,7 +40,6 @@ STAND_INS = {"dense": "llama3-8b", "moe": "qwen3-30b-a3b"}
 # Where a row on a rule names no GPU, or one without a profile, one that runs the recipe: such rules do not depend on
 # it, unless they speak of a dispatcher.
 ANY_GPU = {"mxfp8": "b200", "nvfp4": "b200"}
-PARTIAL_GRAPHS = ("attn", "moe_router", "moe_preprocess")
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +247,7 @@ def _moe_fields(row: PublishedRow, features: Features, backend: str, sizes: dict
     graphs: tuple[str, ...] = features.cuda_graph or ()
     if not is_open:
         stated_full = "full_iteration" in graphs and backend == "hybridep"
-        graphs = PARTIAL_GRAPHS if "TE graphs" in notes else (graphs if stated_full else ())
+        graphs = PARTIAL_GRAPH if "TE graphs" in notes else (graphs if stated_full else ())
     routing = "natural" if "natural" in expected else "balanced"
     overlap = asked or (is_open and can_overlap and bool(features.ep_overlap))
     return {

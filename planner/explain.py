@@ -19,7 +19,7 @@ from moeplan.simulator.op_shapes import OpShape
 from moeplan.simulator.predict import predict
 from moeplan.simulator.stack import SoftwareStack
 from moeplan.simulator.step_model import step_model
-from moeplan.vocabulary import PRECISIONS, CudaGraphScope
+from moeplan.vocabulary import PARTIAL_GRAPH, PRECISIONS
 
 OVERLAPS = (
     *("ep_overlap", "delay_wgrad", "shared_expert_overlap", "tp_comm_overlap"),
@@ -102,7 +102,7 @@ def _without_grouped_gemm(plan: Plan, profile: HardwareProfile, stack: SoftwareS
     if moe is None or moe.num_experts == plan.ep:
         return
     if "full_iteration" in plan.cuda_graph:
-        graph: tuple[CudaGraphScope, ...] = ("attn", "moe_preprocess", "moe_router")
+        graph = PARTIAL_GRAPH
     else:
         graph = tuple(scope for scope in plan.cuda_graph if scope != "moe")
     fields = {"fused_grouped_mlp": False, "cuda_graph": graph, "layout": plan.layout}

@@ -7,9 +7,9 @@ from typing import Any
 
 from moeplan.hwprofiles.schema import HardwareProfile
 from moeplan.legality import violations
-from moeplan.model_spec import MlaAttention
 from moeplan.plan import Plan
 from moeplan.planner.request import MEMORY_MARGIN_FRAC
+from moeplan.planner.space import absent_modules
 from moeplan.point import Point
 from moeplan.results import Figures
 from moeplan.simulator.memory import peak_memory_bytes
@@ -81,13 +81,8 @@ def _candidates(plan: Plan, stack: SoftwareStack) -> Iterator[Point]:
 
 def _recomputes(plan: Plan, stack: SoftwareStack) -> Iterator[tuple[RecomputeModule, ...]]:
     """The plan's modules with every set of further ones that can drop anything, and full recompute."""
-    useless: set[RecomputeModule] = {"full", *plan.recompute}
+    useless = {"full", *plan.recompute, *absent_modules(plan.model)}
     useless |= {"core_attn"} if stack.fused_attention else set()
-    useless |= set() if isinstance(plan.model.attention, MlaAttention) else {"mla_up_proj"}
-    moe = plan.model.moe
-    useless |= {"moe", "moe_act", "shared_experts"} if moe is None else set()
-    useless |= {"shared_experts"} if moe is not None and not moe.shared_ffn_size else set()
-    useless |= {"mlp"} if "dense" not in plan.model.layer_kinds else set()
     if "full" in plan.recompute:
         yield plan.recompute
         return

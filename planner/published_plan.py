@@ -19,14 +19,12 @@ from moeplan.planner.published_rows import CellError, PublishedRow
 from moeplan.presets import load_model
 from moeplan.simulator.stack import SoftwareStack, stack_names
 from moeplan.simulator.stack_defaults import Features
-from moeplan.vocabulary import PRECISIONS, CudaGraphScope, OffloadModule, RecomputeModule
+from moeplan.vocabulary import PARTIAL_GRAPH, PRECISIONS, CudaGraphScope, OffloadModule, RecomputeModule
 
 GRAPH_SCOPES: tuple[str, ...] = get_args(CudaGraphScope)
 RECOMPUTE_MODULES: tuple[str, ...] = get_args(RecomputeModule)
 OFFLOAD_MODULES: tuple[str, ...] = get_args(OffloadModule)
 ROUTINGS = {"": "balanced", "forced-balance": "balanced", "natural": "natural", "token-drop": "drop"}
-# Partial graphs whose scopes a row does not state: what most rows that state them capture.
-PARTIAL_GRAPH = ("attn", "moe_preprocess", "moe_router")
 # torchtitan's selective checkpointing keeps every other GEMM's output; that of the MLP is the nearest module.
 SELECTIVE_CHECKPOINTING = "mlp"
 
@@ -277,7 +275,7 @@ def _overlap_fields(row: PublishedRow, features: Features, model: ModelSpec, siz
 def _graph(written: str, features: Features) -> tuple[str, ...]:
     if not written:
         return features.cuda_graph or ()
-    if written == "te":
+    if written == "te":  # no scopes stated: what most rows that state them capture
         return features.cuda_graph or PARTIAL_GRAPH
     if written == "none":
         return ()

@@ -118,20 +118,23 @@ def powers_of_two(limit: int) -> tuple[int, ...]:
 
 def recompute_sets(model: ModelSpec, stack: SoftwareStack) -> tuple[RecomputeSet, ...]:
     """Sets of modules to recompute, smaller first, as far as the stack executes them and the model has them."""
-    absent = {
-        "mla_up_proj": not isinstance(model.attention, MlaAttention),
-        "shared_experts": model.moe is None or not model.moe.shared_ffn_size,
-        "moe_act": model.moe is None,
-        "moe": model.moe is None,
-        "mlp": "dense" not in model.layer_kinds,
-    }
-    usable = [module for module in CHEAP_MODULES if module in stack.recompute and not absent.get(module)]
+    absent = absent_modules(model)
+    usable = [module for module in CHEAP_MODULES if module in stack.recompute and module not in absent]
     sets: list[RecomputeSet] = [
         tuple(sorted(chosen)) for size in range(len(usable) + 1) for chosen in combinations(usable, size)
     ]
-    sets.append(tuple(module for module in ALL_BUT_ATTENTION if module in stack.recompute and not absent.get(module)))
+    sets.append(tuple(module for module in ALL_BUT_ATTENTION if module in stack.recompute and module not in absent))
     sets = list(dict.fromkeys(sets))
     return (*sets, ("full",)) if "full" in stack.recompute else tuple(sets)
+
+
+def absent_modules(model: ModelSpec) -> frozenset[RecomputeModule]:
+    """Modules that no layer of the model has, so that recomputing them drops nothing."""
+    absent: set[RecomputeModule] = set() if isinstance(model.attention, MlaAttention) else {"mla_up_proj"}
+    absent |= {"moe", "moe_act"} if model.moe is None else set()
+    absent |= {"shared_experts"} if model.moe is None or not model.moe.shared_ffn_size else set()
+    absent |= {"mlp"} if "dense" not in model.layer_kinds else set()
+    return frozenset(absent)
 
 
 def vp_values(model: ModelSpec, pp: int) -> tuple[int, ...]:

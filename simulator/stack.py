@@ -88,7 +88,6 @@ class SoftwareStack(Record):
     # What it keeps in memory
     saved_tensors: SavedTensorTable = Field(description="table of tensors kept for backward, in activations.py")
     fused_attention: bool = Field(description="False: the score matrix is kept")
-    fused_cross_entropy: bool
     logit_bytes: Sourced = Field(description="bytes held per logit while the loss of a micro-batch is computed")
     logit_dtype: Literal["fp32", "activation"] = Field(
         default="fp32", description="type of the logits: activation scales logit_bytes, those of BF16, with the recipe"

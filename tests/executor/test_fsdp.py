@@ -11,7 +11,6 @@ from moeplan.executor.fsdp import ShardedBuffer
 from moeplan.executor.mesh import build_mesh
 from moeplan.executor.model import Embedding, HeadLoss, Transformer
 from moeplan.executor.mtp import MtpLayer
-from moeplan.executor.train import Trainer
 from moeplan.executor.units import class_units, layer_units
 from moeplan.hwprofiles.load import load_profile
 from moeplan.plan import Plan
@@ -166,25 +165,6 @@ def test_parameters_have_no_storage_before_they_are_split() -> None:
     plan = tiny_plan(MODELS["gqa"], 1, sharding="full")
     model = Transformer(plan, build_mesh(plan.folding, 0), 0, torch.device("cpu"))
     assert all(entry.parameter.untyped_storage().nbytes() == 0 for entry in model.table.entries)
-
-
-def written(rank: int, changes: dict[str, Any]) -> list[bool]:
-    """Whether weights that were written whole are there at the next look, and the update starts from them."""
-    trainer: Trainer = build_trainer(rank, plan_of("gqa", changes), RUN)
-    with trainer.optimizer.whole_weights(writes=True):
-        for entry in trainer.model.table.entries:
-            entry.parameter.data.fill_(0.25)
-    with trainer.optimizer.whole_weights():
-        kept = [bool((entry.parameter == 0.25).all()) for entry in trainer.model.table.entries]
-    held = (flat for one in trainer.optimizer.classes for part in one.parts for flat in [part.flats["weight"]])
-    ends = [one.updated.size - one.buffer.num_elements for one in trainer.optimizer.classes]
-    assert all(end <= 0 or end < 4 for end in ends)
-    return kept + [bool((flat[:1] == 0.25).all()) for flat in held]
-
-
-def test_weights_can_be_written_whole(pool: GlooPool) -> None:
-    for changes in ({"sharding": "full", "precision": "bf16"}, {"precision": "bf16", "optimizer_cpu_frac": 0.5}):
-        assert all(all(found) for found in pool.run(written, changes))
 
 
 def trained_by_class(rank: int, num_gpus: int, changes: dict[str, Any]) -> Ran:

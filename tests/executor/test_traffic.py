@@ -12,14 +12,14 @@ from moeplan.executor.dispatch import DISPATCHERS
 from moeplan.executor.dispatch_options import DispatchOptions
 from moeplan.executor.exchange import combine, dispatch
 from moeplan.executor.mesh import build_mesh
-from moeplan.executor.traffic import Sent, counting_traffic
 from moeplan.folding import Folding
 from moeplan.hwprofiles.schema import DispatchBackend
 from moeplan.model_spec import Moe
 from moeplan.simulator.dispatch import exchange_bytes, metadata_bytes
 from moeplan.simulator.op import Placement
-from moeplan.simulator.routed_exchange import ExpertGroup, gathered_rows, routed_bytes, routed_rows
 from tests.executor.gloo_pool import GlooPool, gloo_pool
+from tests.executor.traffic import Sent, counting_traffic
+from tests.routed_exchange import ExpertGroup, gathered_rows, routed_bytes, routed_rows
 
 NUM_RANKS, NUM_EXPERTS, TOP_K, NUM_TOKENS, HIDDEN = 4, 8, 3, 20, 6
 TOKEN_BYTES, PROBABILITY_BYTES = 8 * HIDDEN, 8  # float64
@@ -130,9 +130,3 @@ def test_gathered_bytes_are_every_token(pool: GlooPool, group: ExpertGroup) -> N
 
 def moe() -> Moe:
     return Moe(num_experts=NUM_EXPERTS, top_k=TOP_K, expert_ffn_size=8)
-
-
-def test_nothing_is_counted_unless_asked() -> None:
-    with counting_traffic() as calls:
-        pass
-    assert calls == []

@@ -9,7 +9,7 @@ from moeplan.hwprofiles.schema import DispatchBackend
 from moeplan.model_spec import Moe
 from moeplan.simulator.dispatch import PROBABILITY_BYTES, exchange_bytes, metadata_bytes
 from moeplan.simulator.op import Placement
-from moeplan.simulator.routed_exchange import ExpertGroup, gathered_rows, routed_bytes, routed_rows
+from tests.routed_exchange import ExpertGroup, gathered_rows, routed_bytes, routed_rows
 
 NUM_EXPERTS, TOP_K, TOKEN_BYTES = 8, 3, 1000.0
 MOE = Moe(num_experts=NUM_EXPERTS, top_k=TOP_K, expert_ffn_size=1)
