@@ -40,6 +40,7 @@ from moeplan.executor.step_log import check_log_folder
 from moeplan.files import read_toml, validate, write_text_atomically
 from moeplan.plan import Plan
 from moeplan.run_config import RunConfig
+from moeplan.run_environment import RUN_ENVIRONMENT
 
 # Workers end at SIGTERM at once, or save their state first; whatever is left after this long is killed.
 _GRACE_S, _SAVE_GRACE_S = 5.0, 35.0
@@ -48,9 +49,6 @@ _TAIL_LINES = 20
 _REPORTED = re.compile(r"rank\s*:\s*(\d+) \(local_rank[^\n]*\n\s*exitcode\s*:\s*(-?\d+)")
 _PROGRESS_PREFIX = "step "
 _MEASUREMENT = "measurement.json"
-# Blocks of ever other sizes, as dropless exchanges ask for, held 13.6 GiB idle on each of two H200 (h200-fine, ep 2)
-# where segments could not grow. The report's runs set this as well (section 11).
-ALLOCATOR_VARIABLE, GROWING_SEGMENTS = "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +160,7 @@ def _start(
     # A checkout runs uninstalled, from any folder.
     path = os.pathsep.join(filter(None, [str(Path(moeplan.__file__).parents[1]), os.environ.get("PYTHONPATH")]))
     environment = {
-        ALLOCATOR_VARIABLE: GROWING_SEGMENTS,
+        **RUN_ENVIRONMENT,
         **os.environ,
         "OMP_NUM_THREADS": str(threads),
         "PYTHONPATH": path,

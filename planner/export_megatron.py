@@ -50,7 +50,7 @@ def megatron_files(plan: Plan, run: RunConfig, gpus_per_host: int) -> Mapping[st
         plan_id=plan.plan_id,
         num_hosts=plan.num_gpus // gpus_per_host,
         gpus=gpus_per_host,
-        connections=32 if plan.ep_overlap else 1,
+        connections=32 if plan.ep_overlap or plan.sharding == "full" else 1,  # it refuses 1 for these
         flags=" \\\n".join(lines),
     )
     return {"pretrain.sh": script}

@@ -6,11 +6,11 @@ from moeplan.errors import InvalidInputError
 from moeplan.files import toml_text
 from moeplan.plan import Plan
 from moeplan.run_config import RunConfig
+from moeplan.run_environment import RUN_ENVIRONMENT
 
 # Before the job's time is over: for a save, which waits for the step under way.
 _WARNING_S = 300
-# As `moeplan run` sets it; predictions count on it (13.6 GiB more were held idle on an H200 without).
-_ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", **RUN_ENVIRONMENT}
 
 _SCRIPT = """\
 #!/bin/bash
@@ -61,7 +61,7 @@ def slurm_files(plan: Plan, run: RunConfig, gpus_per_host: int) -> Mapping[str, 
         num_hosts=plan.num_gpus // gpus_per_host,
         gpus=gpus_per_host,
         warning_s=_WARNING_S,
-        environment=f"export OMP_NUM_THREADS=1 {_ALLOCATOR}{_connections(plan)}",
+        environment=" ".join(["export", *(f"{key}={value}" for key, value in _ENVIRONMENT.items())]),
         resume=_RESUME.format(save_folder=run.save_folder) if saves else "",
         run_config='"$run_config"' if saves else "run.toml",
     )
@@ -69,8 +69,3 @@ def slurm_files(plan: Plan, run: RunConfig, gpus_per_host: int) -> Mapping[str, 
     if saves:
         files["resume.toml"] = toml_text(run.model_copy(update={"resume": True}))
     return files
-
-
-def _connections(plan: Plan) -> str:
-    """Streams of collectives and compute in the order they are issued; the paired schedule needs more of them."""
-    return f" CUDA_DEVICE_MAX_CONNECTIONS={32 if plan.ep_overlap else 1}"

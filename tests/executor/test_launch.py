@@ -14,9 +14,9 @@ import psutil
 import pytest
 
 from moeplan.errors import InvalidInputError, RunFailedError
-from moeplan.executor import launch as launch_module
 from moeplan.executor.launch import Rendezvous, launch
 from moeplan.results import Figures
+from moeplan.run_environment import ALLOCATOR_VARIABLE, GROWING_SEGMENTS
 from tests.executor.cases import GQA_MODEL, tiny_plan
 from tests.executor.run_files import files
 
@@ -45,13 +45,13 @@ def test_workers_get_segments_that_grow(tmp_path: Path, monkeypatch: pytest.Monk
         seen.update(env)
         raise FileNotFoundError
 
-    monkeypatch.delenv(launch_module.ALLOCATOR_VARIABLE, raising=False)
+    monkeypatch.delenv(ALLOCATOR_VARIABLE, raising=False)
     if given:
-        monkeypatch.setenv(launch_module.ALLOCATOR_VARIABLE, given)
+        monkeypatch.setenv(ALLOCATOR_VARIABLE, given)
     monkeypatch.setattr(subprocess, "Popen", start)
     with pytest.raises(FileNotFoundError):
         launch(*files(tmp_path, PLAN), 2)
-    assert seen[launch_module.ALLOCATOR_VARIABLE] == (given or launch_module.GROWING_SEGMENTS)
+    assert seen[ALLOCATOR_VARIABLE] == (given or GROWING_SEGMENTS)
 
 
 def test_a_run_writes_its_figures_and_reports_each_step(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """Exporters over every preset: each model either has its flags or is refused with the key."""
 
+from typing import Any
+
 import pytest
 
 from moeplan.errors import InvalidInputError
@@ -9,6 +11,7 @@ from moeplan.plan import Plan
 from moeplan.planner.export import EXPORTERS, ExportJob, export
 from moeplan.presets import load_model, model_names
 from moeplan.run_config import RunConfig
+from moeplan.run_environment import RUN_ENVIRONMENT
 
 
 def job(**changes: object) -> ExportJob:
@@ -165,8 +168,13 @@ def test_hosts_must_be_full(target: str) -> None:
 
 
 def test_a_job_trains_in_the_environment_of_a_run() -> None:
-    from moeplan.executor.launch import ALLOCATOR_VARIABLE, GROWING_SEGMENTS
-
-    files = export(job(stack="native"), "slurm")
+    files = export(job(stack="native", ep=4, pp=2, vp=2, ep_overlap=True), "slurm")
     (exports,) = (line for line in files["job.sbatch"].splitlines() if line.startswith("export "))
-    assert f"{ALLOCATOR_VARIABLE}={GROWING_SEGMENTS}" in exports.split()
+    wanted = {"OMP_NUM_THREADS": "1", **RUN_ENVIRONMENT}
+    assert exports.split()[1:] == [f"{key}={value}" for key, value in wanted.items()]
+
+
+@pytest.mark.parametrize("changes", [{"sharding": "full"}, {"ep": 8, "ep_overlap": True}])
+def test_megatron_gets_more_connections_where_it_refuses_one(changes: dict[str, Any]) -> None:
+    assert "export CUDA_DEVICE_MAX_CONNECTIONS=1\n" in export(job(), "megatron-lm")["pretrain.sh"]
+    assert "export CUDA_DEVICE_MAX_CONNECTIONS=32\n" in export(job(**changes), "megatron-lm")["pretrain.sh"]
