@@ -69,11 +69,6 @@ def _graph_limits(plan: Plan) -> Iterator[tuple[str, object, str, str]]:
         yield "precision", plan.precision, "bf16 and fp32 in a CUDA graph", "leave cuda_graph out"
     if plan.offload_layers or plan.offload_modules:
         yield "cuda_graph", "full_iteration", "it without offload", "leave cuda_graph out"
-    moe = plan.model.moe
-    if moe is not None and plan.routing == "drop" and not moe.router.pad_to_capacity:
-        yield "routing", "drop without pad_to_capacity", "rows of a known number in a CUDA graph", "pad to capacity"
-    if moe is not None and moe.router.aux_loss == "global_aux_loss":
-        yield "model.moe.router.aux_loss", "global_aux_loss", "others in a CUDA graph", "leave cuda_graph out"
 
 
 def check_graph(plan: Plan, run: RunConfig) -> None:

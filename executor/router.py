@@ -58,7 +58,7 @@ class Router(nn.Module):
             self.bias_E.copy_(table.weights(whole_piece(f"{name}.expert_bias", (moe.num_experts,))))
         self.num_copies_E = zeros.clone()
         # Copies of the step's micro-batches so far, over all ranks of the stage, for the balancing loss of the batch.
-        self.step_copies_E, self.num_summed = zeros.clone(), 0
+        self.step_copies_E, self.num_summed = zeros.clone(), zeros.new_zeros(())
         # Load is counted, recorded and balanced before copies are dropped.
         self.capacity: int | None = None
         if plan.routing == "drop":
@@ -136,7 +136,7 @@ class Router(nn.Module):
         if torch.is_grad_enabled():  # see forward
             self.step_copies_E += num_copies_E
             self.num_summed += 1
-        mean_E = self.step_copies_E / (max(self.num_summed, 1) * self.mesh.dp.size)
+        mean_E = self.step_copies_E / (self.num_summed.clamp(min=1) * self.mesh.dp.size)
         share_1E = routing.share_TE.sum(0, keepdim=True)
         num_tokens = self.seq_len * self.num_sequences
         return balance_loss(share_1E, mean_E[None], num_tokens, self.moe.top_k, self.spec.aux_loss_coeff)
@@ -145,7 +145,7 @@ class Router(nn.Module):
     def end_step(self) -> None:
         """One step of aux-free balancing from the loads of the whole batch. Collective over the stage."""
         self.step_copies_E.zero_()
-        self.num_summed = 0
+        self.num_summed.zero_()
         if self.bias_E is not None:
             load_E = all_reduce(self.num_copies_E, self.mesh.stage)
             self.bias_E.copy_(updated_bias(self.bias_E, load_E, self.spec.bias_update_rate))

@@ -78,8 +78,8 @@ def _graph_violations(model: ModelSpec, point: Point) -> Iterator[tuple[str, str
         yield "cuda_graph", "moe_preprocess needs moe_router"
     is_padded = model.moe is not None and model.moe.router.pad_to_capacity
     is_hybrid = point.dispatcher == "flex" and point.flex_backend == "hybridep"
-    # On one GPU the experts' rows are the tokens' copies, however they are routed.
-    is_static = is_hybrid or (point.routing == "drop" and is_padded) or point.num_gpus == 1
+    # On one GPU the experts' rows are the tokens' copies, however they are routed, unless some are dropped.
+    is_static = is_hybrid or (is_padded if point.routing == "drop" else point.num_gpus == 1)
     if model.moe is not None and scopes & {"full_iteration", "moe"} and not is_static:
         yield "cuda_graph", "graphs of whole MoE layers need routing drop or the hybridep dispatcher"
 

@@ -14,7 +14,7 @@ from moeplan.point import Point
 from moeplan.record import Record
 from moeplan.simulator.stack_defaults import DefaultRule, Features, Setting, features
 from moeplan.simulator.stack_time import StackTime
-from moeplan.vocabulary import CpComm, PrecisionName, RecomputeModule
+from moeplan.vocabulary import CpComm, CudaGraphScope, PrecisionName, RecomputeModule
 
 STACK_FOLDER = Path(__file__).parent / "stacks"
 
@@ -78,6 +78,10 @@ class SoftwareStack(Record):
         default=(),
         description="settings it does not run together: all of an entry; a list gives alternatives, true is any on",
     )
+    graph_scopes: tuple[CudaGraphScope, ...] = Field(
+        default=get_args(CudaGraphScope), description="what its CUDA graphs may hold"
+    )
+    max_graph_gpus: PositiveInt | None = Field(default=None, description="GPUs of a plan with CUDA graphs")
     known_failures: tuple[KnownFailure, ...] = Field(default=(), description="settings that hang or fail on a machine")
     max_pp: PositiveInt | None = None
     max_vp: PositiveInt | None = None
@@ -186,6 +190,7 @@ class SoftwareStack(Record):
             if all(_is_met(getattr(point, key), wanted) for key, wanted in entry.items()):
                 together = " with ".join(f"{key} {getattr(point, key)}" for key in entry)
                 yield next(iter(entry)), f"{stack} does not run {together}"
+        yield from self._graph_violations(point)
         for axis, limit in (("pp", self.max_pp), ("vp", self.max_vp), ("cp", self.max_cp)):
             degree: int = getattr(point, axis)
             if limit is not None and degree > limit:
@@ -203,6 +208,17 @@ class SoftwareStack(Record):
             yield "model", f"{stack} has no MoE layer, {model.name} needs one"
         elif backend not in (*self.dispatchers, *self.optional_dispatchers):
             yield "dispatcher", f"{stack} has {', '.join(self.dispatchers)}, got {backend}"
+
+    def _graph_violations(self, point: Point) -> Iterator[tuple[str, str]]:
+        other = [scope for scope in point.cuda_graph if scope not in self.graph_scopes]
+        if other:
+            yield (
+                "cuda_graph",
+                f"stack {self.name} captures {', '.join(self.graph_scopes) or 'no graph'}, got {', '.join(other)}",
+            )
+        if point.cuda_graph and self.max_graph_gpus is not None and point.num_gpus > self.max_graph_gpus:
+            most = f"{self.max_graph_gpus} GPU" + "s" * (self.max_graph_gpus > 1)
+            yield "cuda_graph", f"stack {self.name} captures graphs on {most}, got {point.num_gpus}"
 
 
 def _is_met(value: object, wanted: object) -> bool:

@@ -174,3 +174,18 @@ def test_global_loss_counts_the_step_so_far_over_all_ranks(pool: GlooPool, degre
         assert router.weight.grad is not None
         got = torch.stack([grads[step] for grads in ranks]).sum(0)
         torch.testing.assert_close(got, router.weight.grad, rtol=0, atol=1e-12)
+
+
+def test_a_forward_changes_only_tensors_and_in_place() -> None:
+    """As a CUDA graph needs it, which repeats what the device did and nothing that the host did."""
+
+    def state() -> dict[str, object]:
+        found = {name: value for name, value in vars(router).items() if not name.startswith("_")}
+        return {name: one.data_ptr() if isinstance(one, Tensor) else one for name, one in found.items()}
+
+    plan = tiny_plan(global_model(), 1)
+    router = make_router(0, plan)
+    before = state()
+    router(batches(plan)[0, 0, 0])
+    assert state() == before
+    assert router.num_summed == 1

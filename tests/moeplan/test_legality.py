@@ -46,6 +46,17 @@ def test_accepted(model: str, num_gpus: int, fields: dict[str, Any]) -> None:
     assert plan(model, num_gpus, **fields).ep == fields["ep"]
 
 
+def test_graphs_of_experts_need_rows_of_a_known_number() -> None:
+    model = load_model("mixtral-8x7b")
+    assert model.moe is not None
+    ragged = model.moe.router.model_copy(update={"pad_to_capacity": False})
+    unpadded = model.model_copy(update={"moe": model.moe.model_copy(update={"router": ragged})})
+    padded = plan("mixtral-8x7b", 1, routing="drop", cuda_graph=("full_iteration",))
+    with pytest.raises(ValueError, match="cuda_graph: graphs of whole MoE layers need"):
+        padded.replace(model=unpadded)
+    assert padded.replace(model=unpadded, routing="natural").cuda_graph == ("full_iteration",)
+
+
 def test_sequence_parallelism_is_no_part_of_the_id_unless_off() -> None:
     on, off = plan("llama3-8b", 1), plan("llama3-8b", 1, sequence_parallel=False)
     assert on.plan_id != off.plan_id

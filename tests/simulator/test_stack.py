@@ -50,6 +50,9 @@ def test_number_without_source_is_refused(tmp_path: Path) -> None:
         ("megatron-bridge-26.08", {"dispatcher": "flex", "flex_backend": "hybridep"}, []),
         ("native", {"cp": 2, "vp": 2}, []),
         ("native", {"pp": 1, "dispatcher": "flex"}, []),
+        ("native", {"num_gpus": 1, "cuda_graph": ("full_iteration",)}, []),
+        ("native", {"num_gpus": 2, "cuda_graph": ("attn", "full_iteration")}, ["cuda_graph", "cuda_graph"]),
+        ("native", {"num_gpus": 1, "cuda_graph": ("full_iteration",), "offload_layers": 1}, ["cuda_graph"]),
         ("megatron-bridge-26.08", {"dispatcher": "allgather"}, ["dispatcher"]),
         ("megatron-lm-2022", {"recompute": ("moe_act",)}, ["recompute", "model"]),
         ("megatron-lm-2022", {"cp": 2}, ["cp", "model"]),
@@ -97,6 +100,7 @@ def test_a_stack_may_differ_on_a_cpu() -> None:
     there = native.on("cpu")
     assert native.on("cuda") is native
     assert there.on("cpu") is there
+    assert (native.graph_scopes, there.graph_scopes) == (("full_iteration",), ())
     assert (native.time.fused_grad_accumulation, there.time.fused_grad_accumulation) == (True, False)
     assert there.time.loss_bytes_per_logit.value > native.time.loss_bytes_per_logit.value
     assert there.time.gemm_frac == native.time.gemm_frac
