@@ -64,7 +64,10 @@ def step_ends(model: ModelSpec, point: Point, stack: StackTime, profile: Hardwar
     on_host_frac = point.optimizer_cpu_frac
     bandwidth = profile.hbm_bytes_per_s.value * stack.optimizer_efficiency_frac.value
     ends = []
-    for parameters in rank_parameters(model, point.layout, point.pp, tp=point.tp, etp=point.etp, ep=point.ep):
+    splits = stack.splits_mtp_projection
+    for parameters in rank_parameters(
+        model, point.layout, point.pp, tp=point.tp, etp=point.etp, ep=point.ep, splits_mtp_projection=splits
+    ):
         reduce_s = gather_s = moved = host_s = 0.0
         costs: list[Cost] = []
         for is_expert, groups in ((False, dense), (True, expert)):

@@ -99,10 +99,11 @@ def metadata_bytes(moe: Moe, num_tokens: float, backend: DispatchBackend, num_ra
 def routed_load(router: Router, routing: Routing, natural: float, ep: int) -> float:
     """Rows of the busiest rank over the balanced mean; ``natural`` where routers choose freely among ``ep`` ranks.
 
-    A rank that holds every expert has every row, however the routers choose.
+    A rank that holds every expert has every row, however the routers choose; a bias on the experts' scores keeps
+    natural routing level (report section 7), which an auxiliary loss takes long to.
     Padding to a capacity gives every rank as many, dropping alone at most that many (report section 7).
     """
-    natural = natural if ep > 1 else 1.0
+    natural = natural if ep > 1 and not router.expert_bias else 1.0
     if routing == "balanced":
         return 1.0
     if routing == "natural":

@@ -123,14 +123,23 @@ class LayerBuilder:
         ]
 
     def tp_collective(
-        self, kind: Literal["all_gather", "reduce_scatter"], name: str, width: float, scope: GraphScope = "attention"
+        self,
+        kind: Literal["all_gather", "reduce_scatter"],
+        name: str,
+        width: float,
+        scope: GraphScope = "attention",
+        *,
+        plain: bool = False,
     ) -> list[Op]:
-        """All-gather or reduce-scatter of gathered tokens x ``width`` over the tp group; none where tp is 1."""
+        """All-gather or reduce-scatter of gathered tokens x ``width`` over the tp group; none where tp is 1.
+
+        ``plain``: what it feeds is no low-precision linear.
+        """
         if self.shape.tp == 1:
             return []
         low, wide = self.shape.format.quantized_bytes, self.shape.element_bytes
         # What is gathered feeds a linear, which takes it quantized; sums are kept wide.
-        each = low if low is not None and kind == "all_gather" else wide
+        each = low if low is not None and kind == "all_gather" and not plain else wide
         num_bytes = self.shape.gathered_tokens * width * each
         if self.shape.tp_comm_overlap:  # the GEMM beside it starts, or ends, with the part of one rank
             num_bytes /= self.shape.tp

@@ -80,9 +80,18 @@ def _loss(build: LayerBuilder) -> list[Op]:
 
 
 def _mtp_projection(build: LayerBuilder) -> list[Op]:
-    """What an MTP depth has beside its layer and its loss: three norms and the projection of 2h to h."""
+    """What an MTP depth has beside its layer and its loss: three norms and the projection of 2h to h.
+
+    Split over tp, the projection takes the tokens of the group and makes a part of their columns, which are gathered.
+    """
     hidden, own = build.model.hidden_size, build.shape.own_tokens
+    norms = build.memory("mtp_norms", 6 * own * hidden, NORM_BACKWARD, scope="outside")
+    if not build.stack.time.splits_mtp_projection:
+        return [norms, build.gemm("mtp_proj", (own, hidden, 2 * hidden), plain=True, scope="outside")]
+    sizes = (build.shape.gathered_tokens, hidden / build.shape.tp, 2 * hidden)
     return [
-        build.memory("mtp_norms", 6 * own * hidden, NORM_BACKWARD, scope="outside"),
-        build.gemm("mtp_proj", (own, hidden, 2 * hidden), plain=True, scope="outside"),
+        norms,
+        *build.tp_collective("all_gather", "mtp_all_gather", 2 * hidden, "outside", plain=True),
+        build.gemm("mtp_proj", sizes, plain=True, scope="outside"),
+        *build.tp_collective("all_gather", "mtp_columns", hidden, "outside", plain=True),
     ]

@@ -88,7 +88,11 @@ def memory_items(
     ``num_copies``: quantized copies of a weight, as :func:`moeplan.simulator.training_state.num_weight_copies` says.
     """
     state: list[MemoryItem] = []
-    for group in rank_parameters(model, point.layout, point.pp, tp=point.tp, etp=point.etp, ep=point.ep)[pp_rank]:
+    splits = stack.time.splits_mtp_projection
+    ranks = rank_parameters(
+        model, point.layout, point.pp, tp=point.tp, etp=point.etp, ep=point.ep, splits_mtp_projection=splits
+    )
+    for group in ranks[pp_rank]:
         each = _state_bytes(point, stack, num_copies, is_expert=group.is_expert, is_quantized=group.is_quantized)
         parts: tuple[tuple[MemoryCategory, float], ...] = (
             ("weights", each.weights),
@@ -148,7 +152,10 @@ def _state_bytes(
 
 
 def _allocated(model: ModelSpec, point: Point, stack: SoftwareStack, num_copies: int) -> list[_Rank]:
-    elements = rank_elements(model, point.layout, point.pp, tp=point.tp, etp=point.etp, ep=point.ep)
+    splits = stack.time.splits_mtp_projection
+    elements = rank_elements(
+        model, point.layout, point.pp, tp=point.tp, etp=point.etp, ep=point.ep, splits_mtp_projection=splits
+    )
     by_class = (
         _state_bytes(point, stack, num_copies, is_expert=False, is_quantized=False),
         _state_bytes(point, stack, num_copies, is_expert=False, is_quantized=True),

@@ -305,15 +305,12 @@ def _stash(build: LayerBuilder, rows: float, gates: int, width: float) -> list[O
 
 
 def _load(build: LayerBuilder) -> float:
-    """Tokens of the busiest rank over the mean: its experts and its exchange govern everybody's step.
-
-    A bias on the experts' scores keeps natural routing level (report section 7); an auxiliary loss takes long to.
-    """
-    router = build.model.moe.router if build.model.moe else None
-    if router is None:
+    """Tokens of the busiest rank over the mean: its experts and its exchange govern everybody's step."""
+    if build.model.moe is None:
         return 1.0
-    natural = 1.0 if router.expert_bias else build.stack.time.natural_imbalance_frac.value
-    return levelled_load(routed_load(router, build.shape.routing, natural, build.shape.ep), build.shape.echo_slots)
+    natural = build.stack.time.natural_imbalance_frac.value
+    load = routed_load(build.model.moe.router, build.shape.routing, natural, build.shape.ep)
+    return levelled_load(load, build.shape.echo_slots)
 
 
 def _grouped_gemm(build: LayerBuilder, name: str, sizes: tuple[float, float, float], num_groups: int) -> Op:

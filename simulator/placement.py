@@ -48,16 +48,17 @@ def rank_chunks(model: ModelSpec, layout: str, pp: int) -> tuple[tuple[Chunk, ..
 
 @lru_cache(maxsize=4096)
 def rank_parameters(
-    model: ModelSpec, layout: str, pp: int, *, tp: int, etp: int, ep: int
+    model: ModelSpec, layout: str, pp: int, *, tp: int, etp: int, ep: int, splits_mtp_projection: bool = True
 ) -> tuple[tuple[ParameterGroup, ...], ...]:
     """Parameters of every pipeline rank (report section 1.3 for the scope of its table 3).
 
     tp splits the linears outside experts, embedding and head; etp and ep split experts; norms, router, gates and the
     down projections of latent attention are whole on each rank. A rank away from the embedding that needs it (MTP, or
-    a tied head) holds a copy.
+    a tied head) holds a copy. Engines differ in the projection of MTP depths: tp ``splits_mtp_projection`` or not.
     """
     pipeline = PipelineLayout.from_string(layout)
-    return tuple(_of_rank(model, pipeline.stages_of_rank(pp, rank), tp, etp, ep) for rank in range(pp))
+    mtp = tuple(_mtp_groups(model, tp, etp, ep, tp if splits_mtp_projection else 1) if model.num_mtp_layers else [])
+    return tuple(_of_rank(model, pipeline.stages_of_rank(pp, rank), tp, etp, ep, mtp) for rank in range(pp))
 
 
 class ElementSums(NamedTuple):
@@ -69,7 +70,9 @@ class ElementSums(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def rank_elements(model: ModelSpec, layout: str, pp: int, *, tp: int, etp: int, ep: int) -> tuple[ElementSums, ...]:
+def rank_elements(
+    model: ModelSpec, layout: str, pp: int, *, tp: int, etp: int, ep: int, splits_mtp_projection: bool = True
+) -> tuple[ElementSums, ...]:
     """Sums of :func:`rank_parameters` over components."""
     return tuple(
         ElementSums(
@@ -77,11 +80,16 @@ def rank_elements(model: ModelSpec, layout: str, pp: int, *, tp: int, etp: int, 
             linears=sum(group.num_elements for group in groups if group.is_quantized and not group.is_expert),
             experts=sum(group.num_elements for group in groups if group.is_expert),
         )
-        for groups in rank_parameters(model, layout, pp, tp=tp, etp=etp, ep=ep)
+        for groups in rank_parameters(
+            model, layout, pp, tp=tp, etp=etp, ep=ep, splits_mtp_projection=splits_mtp_projection
+        )
     )
 
 
-def _of_rank(model: ModelSpec, stages: tuple[Stage, ...], tp: int, etp: int, ep: int) -> tuple[ParameterGroup, ...]:
+def _of_rank(  # noqa: PLR0917 - the three degrees, and two things to place
+    model: ModelSpec, stages: tuple[Stage, ...], tp: int, etp: int, ep: int, mtp: tuple[ParameterGroup, ...]
+) -> tuple[ParameterGroup, ...]:
+    """Parameters of one rank; ``mtp`` are those of one MTP depth."""
     kinds = [model.layer_kinds[layer] for stage in stages for layer in stage.layers]
     groups = [group for kind in kinds for group in layer_groups(model, kind, tp, etp, ep)]
     vocabulary = -(-model.vocab_size // tp) * model.hidden_size
@@ -94,7 +102,7 @@ def _of_rank(model: ModelSpec, stages: tuple[Stage, ...], tp: int, etp: int, ep:
             groups.append(ParameterGroup("head", vocabulary))
     num_mtp = sum(stage.num_mtp for stage in stages)
     if num_mtp:
-        groups += _mtp_groups(model, tp, etp, ep) * num_mtp
+        groups += mtp * num_mtp
         if not has_embedding:
             groups.append(ParameterGroup("mtp", vocabulary))
     return _merged(groups)
@@ -130,9 +138,10 @@ def _unsplit_attention(model: ModelSpec) -> int:
     return hidden * attention.out_bias
 
 
-def _mtp_groups(model: ModelSpec, tp: int, etp: int, ep: int) -> list[ParameterGroup]:
+def _mtp_groups(model: ModelSpec, tp: int, etp: int, ep: int, num_parts: int) -> list[ParameterGroup]:
+    """Parameters of one MTP depth, its projection in ``num_parts``."""
     norms = 3 * model.hidden_size
-    projection = (mtp_extra_parameters(model) - norms) / tp
+    projection = (mtp_extra_parameters(model) - norms) / num_parts
     return [
         ParameterGroup("mtp", norms),
         ParameterGroup("mtp", projection, is_quantized=True),

@@ -17,6 +17,9 @@ class StackTime(Record):
         default=False,
         description="weights are frozen (LoRA): no weight gradients and no optimizer; adapters count as nothing",
     )
+    splits_mtp_projection: bool = Field(
+        default=True, description="tp splits the projection of an MTP depth by columns; False: whole on every rank"
+    )
     grouped_gemm_frac: Sourced = Field(
         description="rate of grouped GEMMs started one expert at a time over the dense one, where no curve is measured"
     )

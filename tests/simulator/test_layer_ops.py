@@ -183,3 +183,18 @@ def test_shared_expert_runs_beside_the_exchanges_where_asked(report_plan: Plan) 
     assert by_name["moe_residual"].after == ("unpermute", "shared_fc2")
     apart = forward_ops(report_plan.model, Part("moe", 5), OpShape.of(report_plan.point, STACK, PROFILE), STACK)
     assert sorted(names) == sorted(op.name for op in apart)
+
+
+def test_mtp_projection_is_split_over_tp_or_whole_on_every_rank() -> None:
+    """Megatron's linear of an MTP depth takes every token of the group and gathers its columns; ours is whole."""
+    model, native = load_model("deepseek-v3"), load_stack("native")
+    shape = OpShape.of(plan_of(model, tp=4, ep=8).point, STACK, PROFILE)
+    split, whole = (forward_ops(model, Part("mtp"), shape, stack) for stack in (STACK, native))
+    projection = {
+        name: next(op for op in ops if op.kind == "gemm") for name, ops in (("split", split), ("whole", whole))
+    }
+    assert projection["split"].flops == projection["whole"].flops
+    assert (projection["split"].cols, projection["whole"].cols) == (7168 / 4, 7168)
+    full = 4096 * 7168 * 2  # tokens x hidden x BF16
+    assert [op.comm_bytes for op in split if op.stream == "tp"] == [2 * full, full]
+    assert not [op for op in whole if op.stream == "tp"]

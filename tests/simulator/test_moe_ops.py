@@ -110,3 +110,9 @@ def test_one_rank_of_all_experts_is_never_busier_than_the_mean() -> None:
     assert expert_row_factor(QWEN, plan.point, STACK) == expert_row_factor(QWEN, even.point, STACK)
     natural, balanced = ({op.name: op.flops for op in moe_ops_of(one)}["expert_fc1"] for one in (plan, even))
     assert natural == balanced
+
+
+def test_biased_experts_keep_natural_routing_level_in_memory_too() -> None:
+    model = capped(expert_bias=True)
+    plan, even = plan_of(model, routing="natural"), plan_of(model)
+    assert expert_row_factor(model, plan.point, STACK) == expert_row_factor(model, even.point, STACK)
