@@ -37,6 +37,9 @@ class Figures(Record):
     )
     provenance: dict[str, str] = Field(default={}, description="versions, sources of the costs used, settings")
     notes: tuple[str, ...] = Field(default=(), description="assumed entries used, and other reasons for doubt")
+    refusals: tuple[str, ...] = Field(
+        default=(), description="why the stack or the machine of a prediction would not run the plan"
+    )
     step_times_s: tuple[float, ...] = Field(default=(), description="the timed steps of a measurement")
     losses: tuple[float, ...] = Field(default=(), description="training loss of every step of a measurement")
     validation_losses: tuple[tuple[int, float], ...] = Field(

@@ -136,9 +136,8 @@ def summarize_cases(scores: Sequence[CaseScore]) -> CaseSummary:
 
 def _refusal(plan: Plan, stack: SoftwareStack, profile: HardwareProfile) -> str:
     """The rule a legal plan breaks on its stack or machine, or empty."""
-    for problems in (stack.violations(plan.model, plan.point), stack.failures(plan.model, plan.point, profile)):
-        for key, problem in problems:
-            return f"{key}: {problem}"
+    for refusal in stack.refusals(plan.model, plan.point, profile):
+        return refusal
     point = plan.point
     ranks = rank_elements(plan.model, point.layout, point.pp, tp=point.tp, etp=point.etp, ep=point.ep)
     shards = plan.folding.dp * plan.cp if plan.sharding == "full" else 1

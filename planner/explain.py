@@ -153,7 +153,6 @@ def _variant(
         changed = plan.replace(**fields)
     except ValidationError as error:
         return Variant(change, None, error.errors()[0]["msg"].removeprefix("Value error, "))
-    refused = next(stack.violations(changed.model, changed.point), None)
-    if refused:
-        return Variant(change, None, refused[1])
+    for refusal in stack.refusals(changed.model, changed.point, profile):
+        return Variant(change, None, refusal)
     return Variant(change, predict(changed, profile, stack))

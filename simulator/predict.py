@@ -25,7 +25,10 @@ def step_times(
 
 
 def predict(plan: Plan, profile: HardwareProfile, stack: SoftwareStack) -> Figures:
-    """All figures of one plan. Family seconds are means over pipeline ranks; exposed ones add up to the step."""
+    """All figures of one plan. Family seconds are means over pipeline ranks; exposed ones add up to the step.
+
+    A plan that its stack or machine would not run is predicted as if they did, and ``refusals`` says why they do not.
+    """
     model = step_model(plan.model, stack, profile)
     time = model.step_times([plan.point])[0]
     trust = doubt(model, plan.point)
@@ -49,6 +52,7 @@ def predict(plan: Plan, profile: HardwareProfile, stack: SoftwareStack) -> Figur
         error_bar_frac=trust.error_bar_frac,
         provenance={"stack": stack.source, "hardware": profile.description, **trust.source_shares},
         notes=trust.notes,
+        refusals=stack.refusals(plan.model, plan.point, profile),
     )
 
 

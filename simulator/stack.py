@@ -155,6 +155,11 @@ class SoftwareStack(Record):
                 where = f"{profile.name} (NVLink domain of {profile.scale_up_domain_gpus.value:g} GPUs)"
                 yield "dispatcher", f"{known.backend} with ep {point.ep} on {where}: {known.ref}"
 
+    def refusals(self, model: ModelSpec, point: Point, profile: HardwareProfile) -> tuple[str, ...]:
+        """Why the point would not run on this stack and machine: rules it breaks, known failures it meets."""
+        broken = (*self.violations(model, point), *self.failures(model, point, profile))
+        return tuple(f"{key}: {problem}" for key, problem in broken)
+
     def features_of(
         self, model: ModelSpec, profile: HardwareProfile, precision: PrecisionName, backend: DispatchBackend | None
     ) -> Features:

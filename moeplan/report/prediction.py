@@ -40,6 +40,8 @@ def print_headline(plan: Plan, profile: HardwareProfile, predicted: Figures) -> 
         f"memory {format_bytes(predicted.peak_memory_bytes)} of {format_bytes(usable)} on pipeline rank "
         f"{predicted.peak_rank}: {verdict}"
     )
+    for refusal in predicted.refusals:
+        console.print(f"WOULD NOT RUN: {refusal}")
 
 
 def print_memory_items(items: Sequence[MemoryItem], rank: int | None) -> None:

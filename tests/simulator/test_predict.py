@@ -142,3 +142,16 @@ def test_a_format_the_machine_lacks_is_a_clear_error() -> None:
     plan = Plan(model=load_model("tiny-moe"), hardware="x", num_gpus=1, seq_len=128, global_batch_size=8)
     with pytest.raises(InvalidInputError, match="no GEMM rate for mxfp8"):
         predict(plan.replace(precision="mxfp8"), bare_cpu(), load_stack("native"))
+
+
+def test_a_plan_that_would_not_run_says_why(report_plan: Plan) -> None:
+    """Rules of the stack, and a failure known of the machine: HybridEP over more than one NVLink domain of B200."""
+    fields = {"dispatcher": "flex", "flex_backend": "hybridep", "hardware": "b200"}
+    failing = predict(report_plan.replace(**fields), load_profile("b200"), STACK)
+    assert [refusal.partition(":")[0] for refusal in failing.refusals] == ["dispatcher"]
+    assert "issue 6043" in failing.refusals[0]
+    graphed = report_plan.replace(cuda_graph=("attn",), stack="native")
+    assert any(
+        "cuda_graph" in refusal for refusal in predict(graphed, load_profile("gb300"), load_stack("native")).refusals
+    )
+    assert not predict(report_plan, load_profile("gb300"), STACK).refusals
