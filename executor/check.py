@@ -126,21 +126,9 @@ def check_run(run: RunConfig) -> None:
 
 def check_saving(run: RunConfig) -> None:
     """Raise InvalidInputError where checkpoints are asked for without a folder for them."""
-    for key in ("resume", "save_every", "save_async"):
+    for key in ("resume", "auto_resume", "save_every", "save_async"):
         if getattr(run, key) and not run.save_folder:
             raise InvalidInputError(f"{key}: got {getattr(run, key)} without save_folder", "give a save_folder")
-
-
-def check_resumed(run: RunConfig, first_step: int) -> None:
-    """Raise InvalidInputError unless steps are left to time after ``first_step`` steps done before."""
-    spent = run.warmup_steps_untimed + run.profile_steps
-    if first_step and run.steps - first_step <= spent:
-        raise InvalidInputError(
-            f"steps: got {run.steps}, of which {first_step} are done; allowed: more than {first_step} + "
-            f"warmup_steps_untimed {run.warmup_steps_untimed} + profile_steps {run.profile_steps} = "
-            f"{first_step + spent}",
-            "raise steps: it counts from the start of the run, not from the checkpoint",
-        )
 
 
 def check_world(plan: Plan, num_processes: int) -> None:

@@ -69,6 +69,11 @@ def problem_of(checkpoint: Path, name: str, expected: FileSum) -> str:
     return "" if found == expected else "is not what was written: its checksum differs"
 
 
+def has_checkpoint(folder: Path) -> bool:
+    """Whether a run has left a checkpoint in its folder."""
+    return (folder / LATEST).is_file()
+
+
 def latest_checkpoint(folder: Path) -> Path:
     """The newest whole checkpoint of a run's folder. InvalidInputError where there is none."""
     pointer = folder / LATEST

@@ -17,17 +17,6 @@ from types import FrameType
 
 import moeplan
 from moeplan.errors import InvalidInputError, MoeplanError, OutOfMemoryError, RunFailedError
-from moeplan.executor.check import (
-    check_data_file,
-    check_export,
-    check_graph,
-    check_init_from,
-    check_resumed,
-    check_run,
-    check_supported,
-    check_world,
-)
-from moeplan.executor.checkpoint_files import latest_checkpoint, read_manifest
 from moeplan.executor.failure import (
     LAUNCHER_VARIABLE,
     RUN_FOLDER_VARIABLE,
@@ -36,7 +25,7 @@ from moeplan.executor.failure import (
     read_failures,
     read_process_ids,
 )
-from moeplan.executor.step_log import check_log_folder
+from moeplan.executor.start_check import check_start, settled
 from moeplan.files import read_toml, validate, write_text_atomically
 from moeplan.plan import Plan
 from moeplan.run_config import RunConfig
@@ -45,6 +34,7 @@ from moeplan.run_environment import RUN_ENVIRONMENT
 # Workers end at SIGTERM at once, or save their state first; whatever is left after this long is killed.
 _GRACE_S, _SAVE_GRACE_S = 5.0, 35.0
 _TAIL_LINES = 20
+_MAX_PORT = 65535
 # How torchrun's report names a rank that a signal ended: "rank : 2 (local_rank: 2)", then "exitcode : -9 (pid: 7)".
 _REPORTED = re.compile(r"rank\s*:\s*(\d+) \(local_rank[^\n]*\n\s*exitcode\s*:\s*(-?\d+)")
 _PROGRESS_PREFIX = "step "
@@ -72,7 +62,7 @@ class Rendezvous:
                 "every host starts equally many processes",
             )
         host, _, port = self.endpoint.rpartition(":")
-        if not host or not port.isdigit():
+        if not host or not port.isdigit() or not 0 < int(port) <= _MAX_PORT:
             raise InvalidInputError(
                 f"rdzv-endpoint: got {self.endpoint!r}, allowed: host:port of one of the {self.num_nodes} hosts",
                 "give every host the same: --rdzv-endpoint node0:29400",
@@ -116,7 +106,7 @@ def launch(
     """
     plan = validate(Plan, read_toml(plan_path), str(plan_path))
     run = validate(RunConfig, read_toml(run_path), str(run_path)) if run_path else RunConfig()
-    check_launch(plan, run, num_processes, rendezvous)
+    check_launch(plan, run, num_processes, out_path, rendezvous)
     if rendezvous is not None:
         num_processes //= rendezvous.num_nodes
     with tempfile.TemporaryDirectory(prefix="moeplan-run-") as name:
@@ -129,20 +119,9 @@ def launch(
         return measured.exists()
 
 
-def check_launch(plan: Plan, run: RunConfig, num_processes: int, rendezvous: Rendezvous | None) -> None:
+def check_launch(plan: Plan, run: RunConfig, num_processes: int, out_path: Path, rendezvous: Rendezvous | None) -> None:
     """Raise InvalidInputError for whatever can be known to fail before a process is started."""
-    check_world(plan, num_processes)
-    check_supported(plan)
-    check_run(run)
-    check_graph(plan, run)
-    check_data_file(run, plan.seq_len)
-    check_export(plan, run)
-    check_init_from(plan, run)
-    if run.resume:
-        checkpoint = latest_checkpoint(Path(run.save_folder))
-        check_resumed(run, read_manifest(checkpoint, plan.model).step)
-    if run.log_folder:
-        check_log_folder(Path(run.log_folder), resume=run.resume)
+    check_start(plan, settled(run), num_processes, out_path)
     if rendezvous is not None:
         rendezvous.check(num_processes)
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 import torch
 
 from moeplan.errors import RunFailedError
-from moeplan.executor.check import check_resumed
 from moeplan.executor.checkpoint import Checkpointer
 from moeplan.executor.collectives import all_gather_raw
 from moeplan.executor.data import TokenSource
@@ -23,6 +22,7 @@ from moeplan.executor.optimizer import ChainedOptimizer, learning_rate
 from moeplan.executor.pipeline import Pipeline, embedding_group
 from moeplan.executor.power import PowerSamples
 from moeplan.executor.routing import RoutingControl
+from moeplan.executor.start_check import check_resumed, shortened
 from moeplan.executor.step_log import StepLog
 from moeplan.flops import training_flops_per_token
 from moeplan.plan import Plan
@@ -90,6 +90,7 @@ class Trainer:
         assert self.checkpoints is not None
         self.first_step = self.checkpoints.load()
         check_resumed(self.run, self.first_step)
+        self.run = shortened(self.run, self.first_step)
 
     def step(self, number: int) -> StepResult:
         """One step over the global batch. RunFailedError names step and rank where loss or gradient is not finite."""

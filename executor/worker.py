@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from moeplan.errors import InvalidInputError, MoeplanError, OutOfMemoryError
-from moeplan.executor.check import check_graph, check_run, check_supported, check_world
+from moeplan.executor.check import check_world
 from moeplan.executor.collectives import gather_objects
 from moeplan.executor.data import open_tokens
 from moeplan.executor.determinism import make_deterministic
@@ -40,6 +40,7 @@ from moeplan.executor.measure import reset_peak_resident, resident_bytes
 from moeplan.executor.measurement import make_figures, measure_rank
 from moeplan.executor.mesh import plan_mesh
 from moeplan.executor.out_of_memory import HINT, is_out_of_memory, memory_explained
+from moeplan.executor.start_check import check_start, settled
 from moeplan.executor.step_log import StepLog
 from moeplan.executor.train import Trainer, TrainingRecord, train
 from moeplan.executor.watchdog import Watchdog, end_process
@@ -76,12 +77,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run_rank(plan_path: Path, run_path: Path | None, out_path: Path) -> None:
     """Train this rank's share of the plan; rank 0 writes the measurement."""
     plan = validate(Plan, read_toml(plan_path), str(plan_path))
-    run = validate(RunConfig, read_toml(run_path), str(run_path)) if run_path else RunConfig()
+    run = settled(validate(RunConfig, read_toml(run_path), str(run_path)) if run_path else RunConfig())
     rank, world_size = _world()
     check_world(plan, world_size)
-    check_supported(plan)
-    check_run(run)
-    check_graph(plan, run)
+    if rank == 0:  # for all: they wait for it before they train
+        check_start(plan, run, world_size, out_path)
     tokens = open_tokens(plan, run)
     if run.deterministic:
         make_deterministic()
@@ -98,17 +98,23 @@ def run_rank(plan_path: Path, run_path: Path | None, out_path: Path) -> None:
             _stop_at_sigterm(trainer)
         if run.resume:
             trainer.resume()
-        _reset_peak(device)
-        record = _train(trainer, rank, resident_before_bytes)
-        ranks = gather_objects(measure_rank(trainer, record, resident_before_bytes), mesh.world)
+        if trainer.first_step < run.steps:
+            _train_measured(trainer, rank, resident_before_bytes, out_path)
         if run.export_hf:
             export_trained(plan, mesh, trainer.model, trainer.optimizer, Path(run.export_hf))
-        if rank == 0:
-            figures = make_figures(plan, run, ranks, record, device)
-            write_text_atomically(out_path, figures.model_dump_json(indent=2) + "\n")
         dist.barrier()
     finally:
         dist.destroy_process_group()
+
+
+def _train_measured(trainer: Trainer, rank: int, resident_before_bytes: float, out_path: Path) -> None:
+    """All steps that are left; rank 0 writes the measurement."""
+    _reset_peak(trainer.device)
+    record = _train(trainer, rank, resident_before_bytes)
+    ranks = gather_objects(measure_rank(trainer, record, resident_before_bytes), trainer.mesh.world)
+    if rank == 0:
+        figures = make_figures(trainer.plan, trainer.run, ranks, record, trainer.device)
+        write_text_atomically(out_path, figures.model_dump_json(indent=2) + "\n")
 
 
 def _train(trainer: Trainer, rank: int, resident_before_bytes: float) -> TrainingRecord:

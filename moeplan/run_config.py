@@ -15,7 +15,7 @@ class RunConfig(Record):
     """
 
     steps: PositiveInt = 50
-    warmup_steps_untimed: PositiveInt = Field(default=3, description="first steps left out of the timing")
+    warmup_steps_untimed: int = Field(default=3, ge=0, description="first steps left out of the timing")
     seed: int = 1234
     data: str = ""
     data_dtype: Literal["uint8", "uint16", "uint32"] = "uint16"
@@ -40,6 +40,7 @@ class RunConfig(Record):
     save_every: int = Field(default=0, ge=0, description="steps between checkpoints; 0: only the last")
     save_async: bool = Field(default=False, description="write checkpoints beside training, from a copy on the host")
     resume: bool = Field(default=False, description="go on from the latest checkpoint of save_folder")
+    auto_resume: bool = Field(default=False, description="resume where save_folder has a checkpoint, else begin")
     log_folder: str = Field(default="", description="for a line a step as CSV and JSON, and TensorBoard if installed")
     spike_factor: float = Field(
         default=0.0, ge=0, description="a gradient norm above this many times its recent median is a spike; 0: none is"

@@ -156,11 +156,15 @@ def check(  # noqa: PLR0917 - typer: one parameter per option
 @app.command()
 def run(  # noqa: PLR0917 - typer: one parameter per option
     plan: PlanFile,
-    steps: Annotated[int | None, typer.Option("--steps", min=1, help="Optimizer steps.")] = None,
+    run_config: Annotated[
+        Path | None,
+        typer.Option("--run-config", help="TOML with these settings and more (docs/training.md); options go before."),
+    ] = None,
+    steps: Annotated[int | None, typer.Option("--steps", min=1, help="Optimizer steps; default 50.")] = None,
     data: Annotated[
         str, typer.Option("--data", help="Flat token file, or Megatron's pair; default the standard library as bytes.")
     ] = "",
-    data_dtype: Annotated[str, typer.Option("--data-dtype", help="uint8, uint16 or uint32.")] = "uint16",
+    data_dtype: Annotated[str, typer.Option("--data-dtype", help="uint8, uint16 or uint32; default uint16.")] = "",
     seed: Annotated[int | None, typer.Option("--seed", help="Of weights and data order.")] = None,
     lr: Annotated[float | None, typer.Option("--lr", help="Peak learning rate.")] = None,
     processes: Annotated[
@@ -171,6 +175,9 @@ def run(  # noqa: PLR0917 - typer: one parameter per option
     save_async: Annotated[bool, typer.Option("--save-async", help="Write checkpoints beside training.")] = False,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the latest checkpoint of --save-folder, at any folding.")
+    ] = False,
+    auto_resume: Annotated[
+        bool, typer.Option("--auto-resume", help="Resume where --save-folder has a checkpoint, else begin.")
     ] = False,
     eval_every: Annotated[
         int | None, typer.Option("--eval-every", min=1, help="Steps between validations on held-out data.")
@@ -227,13 +234,14 @@ def run(  # noqa: PLR0917 - typer: one parameter per option
 
     settings = {"steps": steps, "data": data, "data_dtype": data_dtype, "seed": seed, "lr": lr}
     settings |= {"save_folder": save_folder, "save_every": save_every, "save_async": save_async, "resume": resume}
+    settings |= {"auto_resume": auto_resume}
     settings |= {"eval_every": eval_every, "export_hf": export_hf, "log_folder": log_folder}
     settings |= {"init_from": init_from, "upcycle": upcycle, "force_balance": force_balance}
     settings |= {"record_routing": record_routing, "replay_routing": replay_routing, "deterministic": deterministic}
     settings |= {"spike_factor": spike_factor, "skip_spikes": skip_spikes, "hang_timeout_s": hang_timeout}
     hosts = (nnodes, rdzv_endpoint, rdzv_id)
     tolerances = {"step_s": max_step_error, "peak_memory_bytes": max_memory_error}
-    run_plan(plan, RunOptions(settings, tolerances, processes, hosts, hardware, out, dry_run, as_json))
+    run_plan(plan, RunOptions(settings, run_config, tolerances, processes, hosts, hardware, out, dry_run, as_json))
 
 
 @app.command()

@@ -10,7 +10,7 @@ from moeplan.cli.inputs import load_machine, load_plan
 from moeplan.cli.out_of_memory import explained
 from moeplan.comparison import compare
 from moeplan.errors import InvalidInputError, OutOfMemoryError, ToleranceError
-from moeplan.files import check_writable, read_json, toml_text, validate, write_text_atomically
+from moeplan.files import read_json, read_toml, toml_text, validate, write_text_atomically
 from moeplan.flops import training_flops_per_token
 from moeplan.plan import Plan
 from moeplan.report.comparison import print_comparison
@@ -24,12 +24,13 @@ from moeplan.units import format_bytes, format_seconds
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """Options of the command. ``settings`` go into RunConfig where not None.
+    """Options of the command. ``settings`` go into RunConfig where given, over those of the file ``run_config``.
 
     ``hosts``: how many, where they meet (host:port), and the name they meet under.
     """
 
     settings: dict[str, Any]
+    run_config: Path | None
     tolerances: dict[str, float | None]
     processes: int | None
     hosts: tuple[int, str, str]
@@ -47,8 +48,7 @@ def run_plan(path: Path, options: RunOptions) -> None:
         raise InvalidInputError(
             f"{path}: stack: got {stack.name!r}, allowed: native", "search again with --stack native to train here"
         )
-    settings = {key: value for key, value in options.settings.items() if value not in (None, "")}
-    run_config = validate(RunConfig, settings, "command line")
+    run_config = _run_config(options)
     predicted = predict(plan, profile, stack)
     if options.dry_run:
         _check(plan, run_config, options)
@@ -82,12 +82,23 @@ def run_plan(path: Path, options: RunOptions) -> None:
         )
 
 
+def _run_config(options: RunOptions) -> RunConfig:
+    """Settings of the file, then those of the command line: a flag that is not given is None, False or empty."""
+    read = read_toml(options.run_config) if options.run_config else {}
+    if options.run_config:
+        validate(RunConfig, read, str(options.run_config))
+    given = {
+        key: value for key, value in options.settings.items() if not (value is None or value is False or value == "")
+    }
+    return validate(RunConfig, read | given, "command line")
+
+
 def _check(plan: Plan, run_config: RunConfig, options: RunOptions) -> None:
     """Raise InvalidInputError for what can be known to fail before anything starts."""
     from moeplan.executor.launch import Rendezvous, check_launch
 
-    check_launch(plan, run_config, options.processes or plan.num_gpus, Rendezvous.of(*options.hosts))
-    check_writable(options.out)
+    num_processes = options.processes or plan.num_gpus
+    check_launch(plan, run_config, num_processes, options.out, Rendezvous.of(*options.hosts))
 
 
 def _train(plan: Plan, run_config: RunConfig, options: RunOptions) -> Figures | None:
@@ -107,7 +118,9 @@ def _train(plan: Plan, run_config: RunConfig, options: RunOptions) -> Figures | 
         write_text_atomically(plan_file, toml_text(plan))
         write_text_atomically(run_file, toml_text(run_config))
         if not launch(plan_file, run_file, options.out, num_processes, rendezvous=rendezvous):
-            log.print("the ranks of this host have ended; the host of rank 0 has the measurement")
+            log.print(
+                "the ranks of this host have ended; the host of rank 0 has the measurement, where steps were left"
+            )
             return None
     measured = validate(Figures, read_json(options.out), str(options.out))
     first, last = measured.losses[0], measured.losses[-1]
@@ -121,4 +134,4 @@ def _train(plan: Plan, run_config: RunConfig, options: RunOptions) -> Figures | 
 
 def _flops(plan: Plan) -> str:
     flops = training_flops_per_token(plan.model, plan.seq_len, plan.packed_lengths) * plan.tokens_per_step
-    return f"{flops / 1e9:.0f} model GFLOP"
+    return f"{flops / 1e9:.3g} model GFLOP"

@@ -20,9 +20,11 @@ from moeplan.plan import Plan
 from moeplan.results import Figures
 from tests.executor.cases import GQA_MODEL, tiny_plan
 from tests.executor.run_files import files
+from tests.executor.test_export_hf import WIDE
 from tests.executor.test_launch import LAUNCH, ROOT
 
 PLAN = tiny_plan(GQA_MODEL, 2, ep=2, precision="fp32")
+EXPORTED = tiny_plan(WIDE, 2, ep=2, precision="fp32")
 OTHER = tiny_plan(GQA_MODEL, 2, pp=2, precision="fp32")
 SAVE_EVERY = 2
 PATIENCE_S = 30
@@ -140,8 +142,21 @@ def test_what_cannot_be_resumed_is_refused_before_anything_starts(
         launch(*files(tmp_path, PLAN, resume=True, save_folder=str(tmp_path)), 2)
 
 
-def test_too_few_steps_after_the_checkpoint_are_refused(tmp_path: Path) -> None:
+def test_a_resumed_run_takes_the_few_steps_that_are_left_and_exports_when_none_is(tmp_path: Path) -> None:
     run = {"save_folder": str(tmp_path / "saved"), "steps": 6}
-    launch(*files(tmp_path, PLAN, **run), 2, lambda _line: None)
-    with pytest.raises(InvalidInputError, match="steps: got 10, of which 6 are done; allowed: more than 6"):
-        launch(*files(tmp_path, PLAN, **(run | {"steps": 10, "resume": True})), 2)
+    launch(*files(tmp_path, EXPORTED, **run), 2, lambda _line: None)
+    with pytest.raises(InvalidInputError, match="holds checkpoints of a run"):
+        launch(*files(tmp_path, EXPORTED, **run), 2)
+    resumed = run | {"auto_resume": True}
+    with pytest.raises(InvalidInputError, match="steps: got 6, of which 6 are done; allowed: more than 6"):
+        launch(*files(tmp_path, EXPORTED, **resumed), 2)
+    paths = files(tmp_path, EXPORTED, **(resumed | {"steps": 8}))
+    lines: list[str] = []
+    assert launch(*paths, 2, lines.append)
+    assert [line.split()[1] for line in lines] == ["7/8", "8/8"]
+    assert len(Figures.model_validate(json.loads(paths[2].read_text(encoding="utf-8"))).step_times_s) == 1
+    paths[2].unlink()
+    exported = resumed | {"steps": 8, "export_hf": str(tmp_path / "hf")}
+    assert not launch(*files(tmp_path, EXPORTED, **exported), 2)
+    assert (tmp_path / "hf" / "config.json").exists()
+    assert not paths[2].exists()

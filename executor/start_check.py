@@ -1,0 +1,83 @@
+"""What would end a run later, said before anything starts: by the launcher, and by the ranks that torchrun starts."""
+
+import os
+from pathlib import Path
+
+from moeplan.errors import InvalidInputError
+from moeplan.executor.check import (
+    check_data_file,
+    check_export,
+    check_graph,
+    check_init_from,
+    check_run,
+    check_supported,
+    check_world,
+)
+from moeplan.executor.checkpoint_files import has_checkpoint, latest_checkpoint, read_manifest
+from moeplan.executor.step_log import check_log_folder
+from moeplan.files import check_writable
+from moeplan.plan import Plan
+from moeplan.run_config import RunConfig
+
+# How often torchrun has started its workers anew (--max-restarts).
+_RESTARTS_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
+
+
+def settled(run: RunConfig) -> RunConfig:
+    """The run with ``resume`` decided: ``auto_resume``, and workers started anew, go on where there is a checkpoint."""
+    if run.resume or not run.save_folder or not (run.auto_resume or _is_restarted()):
+        return run
+    return run.model_copy(update={"resume": has_checkpoint(Path(run.save_folder))})
+
+
+def check_start(plan: Plan, run: RunConfig, num_processes: int, out: Path) -> None:
+    """Raise InvalidInputError for whatever can be known to fail. ``run`` is settled; folders to write in are made."""
+    check_world(plan, num_processes)
+    check_supported(plan)
+    check_run(run)
+    check_graph(plan, run)
+    check_data_file(run, plan.seq_len)
+    check_export(plan, run)
+    check_init_from(plan, run)
+    if run.skip_spikes and not run.spike_factor:
+        raise InvalidInputError("skip_spikes: got true without spike_factor", "say from what factor on a norm is one")
+    _check_checkpoints(plan, run)
+    if run.log_folder:
+        check_log_folder(Path(run.log_folder), resume=run.resume or run.auto_resume or _is_restarted())
+    check_writable(out)
+    folders = (run.save_folder, run.log_folder, run.export_hf, run.record_routing)
+    for folder in filter(None, folders):
+        check_writable(Path(folder) / "file")
+
+
+def check_resumed(run: RunConfig, first_step: int) -> None:
+    """Raise InvalidInputError where the run has no step left after ``first_step``, and nothing else to do."""
+    if first_step > run.steps or (first_step == run.steps and not run.export_hf):
+        raise InvalidInputError(
+            f"steps: got {run.steps}, of which {first_step} are done; allowed: more than {first_step}, or as many with "
+            "export_hf",
+            "raise steps: it counts from the start of the run, not from the checkpoint",
+        )
+
+
+def shortened(run: RunConfig, first_step: int) -> RunConfig:
+    """The run with fewer untimed and traced steps where a resumed one has too few left for both, and one to time."""
+    left = run.steps - first_step
+    if not first_step or left > run.warmup_steps_untimed + run.profile_steps:
+        return run
+    return run.model_copy(update={"profile_steps": 0, "warmup_steps_untimed": max(0, left - 1)})
+
+
+def _check_checkpoints(plan: Plan, run: RunConfig) -> None:
+    folder = Path(run.save_folder)
+    if run.resume:
+        checkpoint = latest_checkpoint(folder)
+        check_resumed(run, read_manifest(checkpoint, plan.model).step)
+    elif run.save_folder and has_checkpoint(folder):
+        raise InvalidInputError(
+            f"save_folder {folder}: holds checkpoints of a run", "go on with it by resume, or name a new folder"
+        )
+
+
+def _is_restarted() -> bool:
+    return int(os.environ.get(_RESTARTS_VARIABLE, "0")) > 0
