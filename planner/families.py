@@ -87,9 +87,23 @@ def families(request: SearchRequest, space: Space, tally: Tally) -> Iterator[lis
                 continue
             kinds = cp_kinds(request, tp, cp)
             for vp in space.vp or vp_values(request.model, pp):
-                for kind, precision, dispatcher in product(kinds, space.precision, space.dispatcher):
-                    chosen = degrees | kind | {"vp": vp, "precision": precision} | dispatch_fields(dispatcher)
-                    yield list(_legal(request, space, chosen, tally))
+                for kind, precision in product(kinds, space.precision):
+                    fields = degrees | kind | {"vp": vp, "precision": precision}
+                    for dispatcher in _dispatchers(request, space, fields):
+                        yield list(_legal(request, space, fields | dispatcher, tally))
+
+
+def _dispatchers(request: SearchRequest, space: Space, chosen: dict[str, Any]) -> list[dict[str, Any]]:
+    """Plan fields of each dispatcher to try: where experts are not split, only those that change something else."""
+    fields = [dispatch_fields(name) for name in space.dispatcher]
+    if chosen["ep"] * chosen["etp"] > 1:
+        return fields
+    allowed = [one for one in fields if not any(one.get(key) in values for key, values in request.forbidden.items())]
+    kept: dict[str, dict[str, Any]] = {}
+    for one in allowed or fields:
+        set_by_stack = stack_features(request.stack, request.model, request.profile, request.fixed | chosen | one)
+        kept.setdefault(repr(set_by_stack), one)
+    return list(kept.values())
 
 
 def cp_kinds(request: SearchRequest, tp: int, cp: int) -> list[dict[str, Any]]:

@@ -178,6 +178,24 @@ def test_libraries_that_may_be_missing_are_searched_only_where_asked_for(fix: st
     assert {plan.flex_backend if plan.dispatcher == "flex" else plan.dispatcher for plan in plans} == tried
 
 
+@pytest.mark.parametrize("forbid, kept", [("", "alltoall"), ("dispatcher=alltoall", "allgather")])
+def test_whole_experts_on_each_rank_need_no_choice_of_dispatcher(forbid: str, kept: str) -> None:
+    asked = SearchRequest(
+        model=load_model("tiny-moe"),
+        hardware="h200",
+        profile=load_profile("h200"),
+        stack=load_stack("native"),
+        num_gpus=2,
+        seq_len=4096,
+        global_batch_size=8,
+        fixed=parse_pins("tp=1,pp=1,precision=bf16", "--fix"),
+        forbidden=parse_forbidden(forbid, "--forbid"),
+    )
+    found = [family.base for group in families(asked, default_space(asked), Tally()) for family in group]
+    assert {point.dispatcher for point in found if point.ep == 1} == {kept}
+    assert {point.dispatcher for point in found if point.ep == 2} == {"alltoall", "allgather", "flex"} - {forbid[11:]}
+
+
 def test_dispatchers_that_fail_on_a_machine_are_turned_down_with_the_report() -> None:
     stack, profile = load_stack("megatron-bridge-26.08"), load_profile("b300")
     pins = parse_pins("tp=1,ep=64,pp=4,vp=4,etp=1,mbs=1,dispatcher=flex,flex_backend=deepep,precision=mxfp8", "--fix")
