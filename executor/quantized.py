@@ -171,7 +171,9 @@ class _QuantizedLinear(Function):
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
             backward_copy = quantized.backward_copy(weight)
-            grad_x = quantized.backend(weight).multiply(grad.as_is, backward_copy, rows, quantized.recipe)
+            grad_x = quantized.backend(weight).multiply(
+                grad.as_is, backward_copy, rows, quantized.recipe, is_gradient=True
+            )
             if group is not None and group.size > 1:
                 with scope("tp_comm"):
                     grad_x = reduce_scatter_raw(grad_x, group)

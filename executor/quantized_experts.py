@@ -57,7 +57,7 @@ def _multiply(x: Stored, parameter: Tensor, rows: PaddedRows, *, is_forward: boo
     weight = _weight(parameter)
     copy = weight.forward_copy(parameter) if is_forward else weight.backward_copy(parameter)
     with scope("expert_gemm"):
-        return weight.backend(parameter).multiply(x, copy, rows, weight.recipe)
+        return weight.backend(parameter).multiply(x, copy, rows, weight.recipe, is_gradient=not is_forward)
 
 
 def _activated(hidden_RG: Tensor, kind: str, probs_R: Tensor | None, rows: PaddedRows, weight: QuantizedWeight) -> Pair:

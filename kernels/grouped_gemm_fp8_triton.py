@@ -5,8 +5,8 @@ rows [P, K] and weights [E, N, K] for forward and input gradients; [M, P] and [N
 expert are padded to whole tiles (:mod:`moeplan.kernels.padded_rows`), so a tile belongs to one expert and nothing
 inside the loops is masked.
 
-With one scale a tensor a sum stays in the tensor cores' accumulators, which keep fewer bits than fp32 on Hopper;
-blockwise sums leave them for fp32 every 128 elements.
+Hopper's tensor cores add FP8 products in 14 bits. With one scale a tensor a sum stays there unless it is ``split``:
+then it leaves them for fp32 every 128 elements, as blockwise sums always do.
 
 Shapes: P padded rows, R rows, K summed width, N output width, E experts, M and N sides of a weight gradient.
 """
@@ -40,14 +40,14 @@ class Tiling:
 # Chosen on one H200 (results/2026-11-29-h200-fp8.md): 128 x 256 needs 48 KiB a stage of the 227 KiB there are.
 ROWS = Tiling(256, 128, 8, 3, 16)
 GRADIENT = Tiling(256, 128, 8, 3, 8, flatten=False)
-# One scale a block of 128 columns, and a second accumulator: half the tile.
-BLOCKWISE = Tiling(128, 128, 8, 4, 16)
+# Sums that leave the tensor cores have a second accumulator: half the tile, for two of a whole one spill 24 registers.
+TWO_ACCUMULATORS = Tiling(128, 128, 8, 4, 16)
 
 
 @triton.jit(do_not_specialize=["num_m"])
 def _rows(
     x_desc, w_desc, y_ptr, expert_ptr, row_ptr, count_ptr, x_scale_ptr, w_scale_ptr, num_m, N, K,
-    BLOCKWISE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCKWISE: tl.constexpr, SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr, FLATTEN: tl.constexpr,
 ):  # fmt: skip
     num_n = tl.cdiv(N, BLOCK_N)
@@ -69,6 +69,8 @@ def _rows(
                 scale_x = tl.load(x_scale_ptr + k * (num_m * BLOCK_M) + m * BLOCK_M + tl.arange(0, BLOCK_M))
                 scale_w = tl.load(w_scale_ptr + (tl.maximum(expert, 0) * num_n + n) * num_k + k)
                 total += part * (scale_x * scale_w)[:, None]
+            elif SPLIT:
+                total += tl.dot(x, w.T)
             else:
                 total = tl.dot(x, w.T, total)
         if not BLOCKWISE:
@@ -91,7 +93,7 @@ def _halves(x):
 @triton.jit(do_not_specialize=["E"])
 def _gradient(
     a_desc, b_desc, total_ptr, total_desc, end_ptr, a_scale_ptr, b_scale_ptr, E, M, N, P,
-    BLOCKWISE: tl.constexpr, ADD: tl.constexpr, REDUCE: tl.constexpr,
+    BLOCKWISE: tl.constexpr, SPLIT: tl.constexpr, ADD: tl.constexpr, REDUCE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr, FLATTEN: tl.constexpr,
 ):  # fmt: skip
@@ -116,6 +118,8 @@ def _gradient(
                 scale_a = tl.load(a_scale_ptr + block * M + rows, rows < M, 0)
                 scale_b = tl.load(b_scale_ptr + block * N + cols, cols < N, 0)
                 total += part * scale_a[:, None] * scale_b[None, :]
+            elif SPLIT:
+                total += tl.dot(a, b.T)
             else:
                 total = tl.dot(a, b.T, total)
         if not BLOCKWISE:
@@ -141,22 +145,22 @@ def _gradient(
 
 def rows_gemm(
     x_PK: Tensor, scale_x: Tensor, weight_ENK: Tensor, scale_E: Tensor, rows: PaddedRows,
-    *, blockwise: bool = False, tiling: Tiling | None = None,
+    *, blockwise: bool = False, split: bool = False, tiling: Tiling | None = None,
 ) -> Tensor:  # fmt: skip
-    """y_RN in bf16: rows times the weight of their expert, times both scales.
+    """y_RN in bf16: rows times the weight of their expert, times both scales; ``split`` as the module says.
 
     Scales are one fp32 number a tensor of rows and one an expert; blockwise [K / 128, P] and [E, N / 128, K / 128].
     """
     _, width_n, width_k = weight_ENK.shape
     y_RN = torch.empty((rows.num_rows, width_n), dtype=torch.bfloat16, device=x_PK.device)
-    how = tiling or (BLOCKWISE if blockwise else ROWS)
+    how = tiling or (TWO_ACCUMULATORS if blockwise or split else ROWS)
     tiles = rows.num_tiles * triton.cdiv(width_n, how.block_n)
     if tiles and rows.num_rows:
         _rows[min(tiles, num_processors(x_PK.device)),](
             TensorDescriptor.from_tensor(x_PK, [TILE, how.block_k]),
             TensorDescriptor.from_tensor(weight_ENK.view(-1, width_k), [how.block_n, how.block_k]),
             y_RN, rows.expert_of_tile, rows.row_of_tile, rows.count_of_tile, scale_x, scale_E, rows.num_tiles,
-            width_n, width_k, blockwise, TILE, how.block_n, how.block_k, how.group, how.flatten,
+            width_n, width_k, blockwise, split, TILE, how.block_n, how.block_k, how.group, how.flatten,
             num_warps=how.num_warps, num_stages=how.num_stages,
         )  # fmt: skip
     return y_RN
@@ -164,14 +168,14 @@ def rows_gemm(
 
 def gradient_gemm_(
     total_EMN: Tensor, a_MP: Tensor, scale_a: Tensor, b_NP: Tensor, scale_b: Tensor, rows: PaddedRows,
-    *, add: bool = True, blockwise: bool = False, tiling: Tiling | None = None,
+    *, add: bool = True, blockwise: bool = False, split: bool = False, tiling: Tiling | None = None,
 ) -> None:  # fmt: skip
-    """Add to (or put into) ``total_EMN`` each expert's a @ b.T over its rows, times both scales.
+    """Add to (or put into) ``total_EMN`` each expert's a @ b.T over its rows, times both scales; ``split``: see above.
 
     Scales are one fp32 number each; blockwise [P / 128, M] and [P / 128, N].
     """
     num_experts, width_m, width_n = total_EMN.shape
-    how = tiling or (BLOCKWISE if blockwise else GRADIENT)
+    how = tiling or (TWO_ACCUMULATORS if blockwise or split else GRADIENT)
     tiles = num_experts * triton.cdiv(width_m, TILE) * triton.cdiv(width_n, how.block_n)
     if not rows.num_rows:
         if not add:
@@ -182,6 +186,6 @@ def gradient_gemm_(
             TensorDescriptor.from_tensor(a_MP, [TILE, how.block_k]),
             TensorDescriptor.from_tensor(b_NP, [how.block_n, how.block_k]),
             total_EMN, TensorDescriptor.from_tensor(total_EMN, [1, TILE, how.block_n // 4]), rows.padded_end_E,
-            scale_a, scale_b, num_experts, width_m, width_n, a_MP.shape[1], blockwise, add, reduces, TILE,
+            scale_a, scale_b, num_experts, width_m, width_n, a_MP.shape[1], blockwise, split, add, reduces, TILE,
             how.block_n, how.block_k, how.group, how.flatten, num_warps=how.num_warps, num_stages=how.num_stages,
         )  # fmt: skip

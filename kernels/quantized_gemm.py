@@ -59,8 +59,13 @@ class QuantizedGemm(Protocol):
         """Scales of both forms of a weight of ``shape`` [E, A, B] from what :meth:`weight_amax` found."""
         ...
 
-    def multiply(self, x: Stored, weight: Stored, rows: PaddedRows, recipe: Recipe) -> Tensor:
-        """y_RA in bf16: rows times the weight [E, A, B] of their expert, summed over B."""
+    def multiply(
+        self, x: Stored, weight: Stored, rows: PaddedRows, recipe: Recipe, *, is_gradient: bool = False
+    ) -> Tensor:
+        """y_RA in bf16: rows times the weight [E, A, B] of their expert, summed over B.
+
+        ``is_gradient``: of an input, summed as exactly as a weight's, where the GPU has a faster way for others.
+        """
         ...
 
     def gradient_(

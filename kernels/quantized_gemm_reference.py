@@ -62,7 +62,7 @@ def weight_scales(amax: Tensor, shape: tuple[int, ...], recipe: Recipe) -> tuple
     return as_is, turned
 
 
-def multiply(x: Stored, weight: Stored, rows: PaddedRows, recipe: Recipe) -> Tensor:
+def multiply(x: Stored, weight: Stored, rows: PaddedRows, recipe: Recipe, *, is_gradient: bool = False) -> Tensor:
     """See :class:`moeplan.kernels.quantized_gemm.QuantizedGemm`."""
     x_PB, weight_EAB = _read(x, recipe), _read(weight, recipe)
     y_RA = x_PB.new_empty((rows.num_rows + 1, weight_EAB.shape[1]))  # padding goes to one more row

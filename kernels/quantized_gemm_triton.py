@@ -1,6 +1,8 @@
-"""Quantized GEMMs by Triton: FP8 with a scale a tensor or a block of 128, on Hopper.
+"""Quantized GEMMs by Triton: FP8 with a scale a tensor or a block of 128, on Hopper or later.
 
 One expert with one scale a tensor goes to cuBLAS, forward and for input gradients: 1360 TFLOP/s of 1290 (one H200).
+With one scale a tensor Hopper sums outputs in its tensor cores' 14 bits and gradients in two levels, as Transformer
+Engine does by default. Blackwell's tensor cores keep fp32, so nothing is split there.
 
 Shapes: R rows sorted by expert, P padded rows, C columns, E experts, A and B sides of a weight, M and N of a gradient.
 """
@@ -44,20 +46,30 @@ def weight_scales(amax: Tensor, shape: tuple[int, ...], recipe: Recipe) -> tuple
     return scale, scale if recipe.scaling.block is None else scale.transpose(1, 2).contiguous()
 
 
-def multiply(x: Stored, weight: Stored, rows: PaddedRows, recipe: Recipe) -> Tensor:
+def multiply(x: Stored, weight: Stored, rows: PaddedRows, recipe: Recipe, *, is_gradient: bool = False) -> Tensor:
     """See :class:`moeplan.kernels.quantized_gemm.QuantizedGemm`."""
     (x_PB, scale_x, _), (weight_EAB, scale_E, _) = x, weight
-    blockwise = recipe.scaling.block is not None
+    blockwise, sums_short = recipe.scaling.block is not None, _sums_short(x_PB)
     if len(weight_EAB) == 1 and not blockwise and x_PB.is_cuda and rows.num_rows:
         y_PA = torch._scaled_mm(  # noqa: SLF001 - torch has no public name for it
-            x_PB, weight_EAB[0].t(), scale_x, scale_E[0], out_dtype=torch.bfloat16, use_fast_accum=True
-        )
+            x_PB, weight_EAB[0].t(), scale_x, scale_E[0], out_dtype=torch.bfloat16,
+            use_fast_accum=sums_short and not is_gradient,
+        )  # fmt: skip
         return y_PA[: rows.num_rows]
-    return grouped_gemm_fp8_triton.rows_gemm(x_PB, scale_x, weight_EAB, scale_E, rows, blockwise=blockwise)
+    split = sums_short and is_gradient and not blockwise
+    return grouped_gemm_fp8_triton.rows_gemm(x_PB, scale_x, weight_EAB, scale_E, rows, blockwise=blockwise, split=split)
 
 
 def gradient_(total_EMN: Tensor, a: Stored, b: Stored, rows: PaddedRows, recipe: Recipe, *, add: bool) -> None:
     """See :class:`moeplan.kernels.quantized_gemm.QuantizedGemm`."""
     (a_MP, scale_a, _), (b_NP, scale_b, _) = a, b
     blockwise = recipe.scaling.block is not None
-    grouped_gemm_fp8_triton.gradient_gemm_(total_EMN, a_MP, scale_a, b_NP, scale_b, rows, add=add, blockwise=blockwise)
+    split = _sums_short(a_MP) and not blockwise
+    grouped_gemm_fp8_triton.gradient_gemm_(
+        total_EMN, a_MP, scale_a, b_NP, scale_b, rows, add=add, blockwise=blockwise, split=split
+    )
+
+
+def _sums_short(x: Tensor) -> bool:
+    """Whether tensor cores add FP8 products in fewer bits than fp32: Hopper's, for which the interpreter stands."""
+    return not x.is_cuda or torch.cuda.get_device_capability(x.device)[0] == 9

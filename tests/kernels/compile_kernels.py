@@ -50,9 +50,14 @@ WEIGHT_GRAD = [
     for is_first, reduce in ((True, True), (False, True), (False, False))
 ]  # fmt: skip
 FP8_TILE = {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 128, "GROUP": 16, "num_stages": 3, "num_warps": 8}
-FP8_ROWS = [FP8_TILE | {"BLOCKWISE": False, "FLATTEN": flatten} for flatten in (True, False)]
-FP8_GRADIENT = [FP8_TILE | {"BLOCKWISE": False, "ADD": add, "REDUCE": add, "FLATTEN": False} for add in (False, True)]
-BLOCKS = {"BLOCKWISE": True, "BLOCK_N": 128, "num_stages": 4}
+FP8_ROWS = [FP8_TILE | {"BLOCKWISE": False, "SPLIT": False, "FLATTEN": flatten} for flatten in (True, False)]
+FP8_GRADIENT = [
+    FP8_TILE | {"BLOCKWISE": False, "SPLIT": False, "ADD": add, "REDUCE": add, "FLATTEN": False}
+    for add in (False, True)
+]
+HALF_TILE = {"BLOCK_N": 128, "num_stages": 4}
+BLOCKS = HALF_TILE | {"BLOCKWISE": True}
+SPLIT = HALF_TILE | {"SPLIT": True}
 QUANTIZE = [{"BLOCKWISE": blockwise, "LARGEST": 448.0, "ROWS": 128, "COLS": 128} for blockwise in (False, True)]
 QUANTIZE_WEIGHTS = [
     {"BLOCKWISE": blockwise, "HAS_AMAX": has_amax, "LARGEST": 448.0, "SIDE": 128}
@@ -89,6 +94,19 @@ KERNELS = (
         grouped_gemm_fp8_triton._rows,
         "tensordesc<fp8e4nv[128,128]> tensordesc<fp8e4nv[128,128]> *bf16 *i32 *i32 *i32 *fp32 *fp32 i32 i32 i32",
         [one | BLOCKS for one in FP8_ROWS],
+    ),
+    (
+        grouped_gemm_fp8_triton._rows,
+        "tensordesc<fp8e5[128,128]> tensordesc<fp8e4nv[128,128]> *bf16 *i32 *i32 *i32 *fp32 *fp32 i32 i32 i32",
+        [FP8_ROWS[0] | SPLIT],
+    ),
+    (
+        grouped_gemm_fp8_triton._gradient,
+        (
+            "tensordesc<fp8e4nv[128,128]> tensordesc<fp8e5[128,128]> *fp32 tensordesc<fp32[1,128,32]> *i32 *fp32 *fp32"
+            " i32 i32 i32 i32"
+        ),
+        [FP8_GRADIENT[1] | SPLIT],
     ),
     (
         grouped_gemm_fp8_triton._gradient,
@@ -149,7 +167,11 @@ for kernel, types, variants in KERNELS:
         compiled = triton.compile(
             ASTSource(kernel, signature, places), target=GPUTarget("cuda", 90, 32), options=options
         )
-        assert "ptx" in compiled.asm
+        ptx = compiled.asm["ptx"]
         assert compiled.metadata.shared <= SHARED_BYTES, (kernel, variant)
         if "*fp8" in types:  # cutting to what FP8 holds must not make a number of what is none
-            assert {"min.NaN.f32", "max.NaN.f32"} <= set(compiled.asm["ptx"].split()), (kernel, variant)
+            assert {"min.NaN.f32", "max.NaN.f32"} <= set(ptx.split()), (kernel, variant)
+        if variant.get("BLOCKWISE") is False and "GROUP" in variant:  # how often sums leave the tensor cores for fp32
+            accumulators = variant["BLOCK_M"] * variant["BLOCK_N"] // (32 * variant["num_warps"])  # of a thread
+            assert ptx.count("add.rn.f32") + ptx.count("add.f32") == accumulators * variant["SPLIT"], (kernel, variant)
+            assert ptx.count("wgmma.mma_async") == variant["BLOCK_K"] // 32, (kernel, variant)

@@ -51,7 +51,8 @@ def _products(backend: QuantizedGemm, name: str, counts: list[int]) -> list[Tens
     backend.gradient_(written, grad.turned, x.turned, rows, recipe, add=False)
     backend.gradient_(added, grad.turned, x.turned, rows, recipe, add=True)
     forward = backend.multiply(x.as_is, weight.as_is, rows, recipe)
-    return [forward, backend.multiply(grad.as_is, weight.turned, rows, recipe), written, added - 1]
+    backward = backend.multiply(grad.as_is, weight.turned, rows, recipe, is_gradient=True)
+    return [forward, backward, written, added - 1]
 
 
 def _exact(counts: list[int]) -> list[Tensor]:
