@@ -87,15 +87,29 @@ def _triton() -> QuantizedGemm:
     return quantized_gemm_triton
 
 
-BACKENDS = {"reference": _reference, "triton": _triton}
+def _torch_blackwell() -> QuantizedGemm:
+    from moeplan.kernels import quantized_gemm_blackwell  # noqa: PLC0415 - one back end is loaded, not all
+
+    return quantized_gemm_blackwell
+
+
+BACKENDS = {"reference": _reference, "triton": _triton, "torch_blackwell": _torch_blackwell}
 
 
 def backend_of(recipe_name: str, weight: Tensor) -> str:
-    """``triton`` where its kernels take a weight [.., A, B]: FP8 on Hopper or later, blockwise in whole blocks."""
+    """The back end whose kernels take a weight [.., A, B] where it lies; ``reference`` where none does."""
     scaling = RECIPES[recipe_name].scaling
-    if not weight.is_cuda or torch.cuda.get_device_capability(weight.device)[0] < 9:
-        return "reference"
-    if scaling.block is None:
-        return "triton"
-    whole = all(side % TILE == 0 for side in weight.shape[-2:])
-    return "triton" if scaling.block == TILE and whole else "reference"
+    major = torch.cuda.get_device_capability(weight.device)[0] if weight.is_cuda else 0
+    if scaling.scale != "fp32":
+        return "torch_blackwell" if major == 10 and _blackwell_takes(weight) else "reference"
+    whole = scaling.block is None or all(side % TILE == 0 for side in weight.shape[-2:])
+    return "triton" if major >= 9 and whole else "reference"
+
+
+def _blackwell_takes(weight: Tensor) -> bool:
+    from moeplan.kernels import quantized_gemm_blackwell as blackwell  # noqa: PLC0415 - as above
+
+    if any(side % blackwell.ALIGNMENT for side in weight.shape[-2:]):
+        return False
+    num = len(weight) if weight.dim() == 3 else 1
+    return num == 1 or (num <= blackwell.MAX_EXPERTS and blackwell.has_grouped_kernels())

@@ -1,4 +1,7 @@
-"""Compiles every Triton kernel for an H100 or H200; run as a program, without the interpreter. Needs no GPU."""
+"""Compiles every Triton kernel for an H100 or H200, and those of FP8 GEMMs for a B200 as well.
+
+Run as a program, without the interpreter. Needs no GPU.
+"""
 
 import triton
 import triton.language as tl
@@ -21,7 +24,7 @@ from moeplan.kernels import (
     row_map_triton,
 )
 
-SHARED_BYTES = 227 * 1024  # what a program of an H100 or H200 may take of its multiprocessor's
+SHARED_BYTES = 227 * 1024  # what a program may take of its multiprocessor's, from an H100 to a B200
 FP32 = {"DTYPE": tl.float32, "BLOCK": 1024}
 ACTIVATION = [FP32 | {"CODE": code, "GATED": code != 2, "HAS_PROBS": code != 1} for code in (0, 1, 2, 3)]
 ADAM = {"HAS_WEIGHT": True, "DTYPE": tl.float32, "BLOCK": 2048}
@@ -164,14 +167,17 @@ for kernel, types, variants in KERNELS:
         others = iter(types.split())
         signature = {name: "constexpr" if name in constants else next(others) for name in kernel.arg_names}
         places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-        compiled = triton.compile(
-            ASTSource(kernel, signature, places), target=GPUTarget("cuda", 90, 32), options=options
-        )
-        ptx = compiled.asm["ptx"]
-        assert compiled.metadata.shared <= SHARED_BYTES, (kernel, variant)
-        if "*fp8" in types:  # cutting to what FP8 holds must not make a number of what is none
-            assert {"min.NaN.f32", "max.NaN.f32"} <= set(ptx.split()), (kernel, variant)
-        if variant.get("BLOCKWISE") is False and "GROUP" in variant:  # how often sums leave the tensor cores for fp32
-            accumulators = variant["BLOCK_M"] * variant["BLOCK_N"] // (32 * variant["num_warps"])  # of a thread
-            assert ptx.count("add.rn.f32") + ptx.count("add.f32") == accumulators * variant["SPLIT"], (kernel, variant)
-            assert ptx.count("wgmma.mma_async") == variant["BLOCK_K"] // 32, (kernel, variant)
+        source = ASTSource(kernel, signature, places)
+        targets = (90, 100) if "BLOCKWISE" in variant and "GROUP" in variant else (90,)
+        for capability in targets:
+            compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+            ptx = compiled.asm["ptx"]
+            assert compiled.metadata.shared <= SHARED_BYTES, (kernel, variant)
+            if "*fp8" in types:  # cutting to what FP8 holds must not make a number of what is none
+                assert {"min.NaN.f32", "max.NaN.f32"} <= set(ptx.split()), (kernel, variant)
+            if len(targets) == 2 and not variant["BLOCKWISE"]:  # how often sums leave the tensor cores for fp32
+                is_hopper = capability == 90
+                accumulators = variant["BLOCK_M"] * variant["BLOCK_N"] // (32 * variant["num_warps"])  # of a thread
+                additions = ptx.count("add.rn.f32") + ptx.count("add.f32")
+                assert additions == accumulators * (variant["SPLIT"] and is_hopper), (kernel, variant)
+                assert (ptx.count("wgmma.mma_async") == variant["BLOCK_K"] // 32) == is_hopper, (kernel, variant)

@@ -5,6 +5,8 @@ in e2m1 with blocks of 16, so a product of two by the root of the sum of their s
 the same stored bits and differ by bf16's rounding: 2**-9, or 2**-8 under the interpreter, which cuts.
 """
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ from moeplan.kernels import quantized_gemm_reference as reference
 from moeplan.kernels.padded_rows import PaddedRows, dense_rows, padded_rows
 from moeplan.kernels.quantized_gemm import BACKENDS, QuantizedGemm, backend_of
 from moeplan.kernels.recipes import RECIPES
+from tests.kernels.fake_scaled_mm import fake_kernels
 from tests.kernels.fp8_interpreter import exact_fp8
 
 # Root of the sum of squares of both operands' errors, a fifth on top.
@@ -113,6 +116,17 @@ class TestTriton(Contract):
             got = _products(BACKENDS["triton"](), name, counts)
         for one, other in zip(got, _products(reference, name, counts), strict=True):
             assert _relative(one, other) < 2**-7
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="its kernels are those of the GPU: test_quantized_on_gpu.py")
+class TestBlackwell(Contract):
+    backend = "torch_blackwell"
+    recipes = ("mxfp8", "nvfp4")
+
+    @pytest.fixture(autouse=True)
+    def kernels(self) -> Iterator[None]:
+        with fake_kernels():
+            yield
 
 
 def test_every_back_end_has_a_contract_test() -> None:
