@@ -1,15 +1,18 @@
 """``moeplan run`` out of memory: predicted beside needed, and a plan file that fits."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import moeplan.executor.launch as launch_module
+from moeplan.cli import out_of_memory
 from moeplan.cli.inputs import load_plan
 from moeplan.errors import OutOfMemoryError
 from moeplan.files import toml_text, write_text_atomically
 from moeplan.hwprofiles.load import load_profile
 from moeplan.plan import Plan
+from moeplan.planner.nearest import nearest_fit
 from moeplan.presets import load_model
 from moeplan.units import format_bytes
 from tests.cli.conftest import Cli
@@ -36,6 +39,13 @@ def test_predicted_beside_needed_and_the_nearest_plan(
     cli: Cli, plan_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fail(monkeypatch, NEEDED)
+    needed: list[float] = []
+
+    def noted(*arguments: Any, used_bytes: float) -> Any:
+        needed.append(used_bytes)
+        return nearest_fit(*arguments, used_bytes=used_bytes)
+
+    monkeypatch.setattr(out_of_memory, "nearest_fit", noted)
     outcome = cli("run", str(plan_path), "--out", str(tmp_path / "out.json"))
     text = " ".join(outcome.err.split())
     assert outcome.code == 1
@@ -45,6 +55,7 @@ def test_predicted_beside_needed_and_the_nearest_plan(
     assert "the nearest plan that fits is in" in text
     nearest, plan = load_plan(tmp_path / "out-fits.toml"), load_plan(plan_path)
     assert nearest.plan_id != plan.plan_id
+    assert needed == [sum(NEEDED.values())]
     assert (nearest.model, nearest.num_gpus, nearest.seq_len) == (plan.model, 1, 4096)
 
 

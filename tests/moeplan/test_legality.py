@@ -24,6 +24,8 @@ DEEPEP = {"dispatcher": "flex", "flex_backend": "deepep"}
         ("kimi-k2", 192, {"ep": 192, **DEEPEP}, "DeepEP has kernels for ep x etp of 2, .* got 192"),
         ("kimi-k2", 96, {"ep": 96, **DEEPEP}, "got 96"),
         ("qwen3-30b-a3b", 16, {"ep": 4, "etp": 4, "precision": "fp8_blockwise"}, "over etp 4 is 192"),
+        ("qwen3-30b-a3b", 8, {"fp8_primary_weights": True}, "fp8_primary_weights: needs a low precision, got bf16"),
+        ("qwen3-30b-a3b", 8, {"fp8_attention": True}, "fp8_attention: needs a low precision, got bf16"),
         ("mixtral-8x7b", 8, {"ep": 4, "tp": 2, "sequence_parallel": False}, "sequence_parallel: MoE layers under tp 2"),
         ("llama3-8b", 8, {"tp": 2, "sequence_parallel": False}, "sequence_parallel: predictions under tp 2"),
     ],
@@ -40,6 +42,7 @@ def test_refused(model: str, num_gpus: int, fields: dict[str, Any], rule: str) -
         ("kimi-k2", 96, {"ep": 96, "dispatcher": "flex", "flex_backend": "hybridep"}),
         ("qwen3-30b-a3b", 16, {"ep": 8, "etp": 2, "precision": "fp8_blockwise"}),
         ("mixtral-8x7b", 8, {"ep": 4, "sequence_parallel": False}),  # nothing to split
+        ("qwen3-30b-a3b", 8, {"ep": 8, "precision": "fp8_current", "fp8_primary_weights": True, "fp8_attention": True}),
     ],
 )
 def test_accepted(model: str, num_gpus: int, fields: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from moeplan.hwprofiles.load import load_profile
 from moeplan.hwprofiles.schema import HardwareProfile
 from moeplan.simulator.costs import COSTS, cost
-from moeplan.simulator.op import OP_KINDS, Op, OpKind, Placement
+from moeplan.simulator.op import OP_KINDS, Op, OpKind, Phase, Placement
 
 PROFILE = load_profile("h100")
 GROUP = Placement(16, 2)
@@ -104,3 +104,16 @@ def test_blackwell_writes_outputs_beside_products_and_hopper_after_them() -> Non
         added = replace(plain, epilogue_hbm_bytes=8 * 7168 * 4096)
         assert (cost(added, profile).seconds == cost(plain, profile).seconds) is hides
         assert cost(replace(added, inner=64), profile).seconds > cost(replace(plain, inner=64), profile).seconds
+
+
+@pytest.mark.parametrize("hardware", ["h100", "h200", "b200", "gb300"])
+@pytest.mark.parametrize("phase", ["fwd", "dgrad"])
+def test_attention_takes_a_curve_of_its_own_phase_and_type(hardware: str, phase: Phase) -> None:
+    profile = load_profile(hardware)
+    op = replace(make("attention", 4096), phase=phase, dtype="bf16", hbm_bytes=0)
+    (curve,) = (
+        one
+        for one in profile.attention
+        if (one.phase, one.dtype, one.qk_head_dim, one.v_head_dim) == (phase.replace("dgrad", "bwd"), "bf16", 128, 128)
+    )
+    assert cost(op, profile).seconds == pytest.approx(op.flops / curve.curve.rate_at(4096))

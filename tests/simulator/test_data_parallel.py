@@ -7,6 +7,7 @@ from moeplan.plan import Plan
 from moeplan.presets import load_model
 from moeplan.simulator.collectives import collective_cost
 from moeplan.simulator.data_parallel import COLLECTIVE_SM_FRAC, exposed_seconds, step_ends
+from moeplan.simulator.offload import states_back_s
 from moeplan.simulator.op import Placement
 from moeplan.simulator.placement import rank_parameters
 from moeplan.simulator.stack import load_stack
@@ -59,6 +60,17 @@ def test_optimizer_moves_the_bytes_of_adam() -> None:
     moved = elements * (4 + 8 + 16 + 2 + 4 + 4)
     reached = H100.hbm_bytes_per_s.value * STACK.time.optimizer_efficiency_frac.value
     assert step_ends(plan.model, plan.point, STACK.time, H100)[0].optimizer_s == pytest.approx(moved / reached)
+
+
+def test_states_on_the_host_come_back_for_the_step() -> None:
+    plan = Plan(model=load_model("llama3-8b"), hardware="h100", num_gpus=1, seq_len=4096, global_batch_size=1)
+    elements = sum(group.num_elements for group in rank_parameters(plan.model, plan.layout, 1, tp=1, etp=1, ep=1)[0])
+    here, away = (
+        step_ends(plan.model, one.point, STACK.time, H100)[0].optimizer_s
+        for one in (plan, plan.replace(offload_optimizer_states=True))
+    )
+    # fp32 main weights and both moments; a transfer may have a latency, so one of all elements.
+    assert away - here == pytest.approx(states_back_s(elements * (4 + 2 * 4), H100))
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,9 @@ import pytest
 from moeplan.hwprofiles.load import load_profile
 from moeplan.plan import Plan
 from moeplan.presets import load_model
-from moeplan.simulator.layer_state import expert_row_factor, layer_bytes, layer_parts, offloaded_bytes
+from moeplan.simulator.layer_state import expert_row_factor, layer_bytes, layer_parts, offloaded_bytes, on_device_frac
 from moeplan.simulator.memory import memory_by_rank
+from moeplan.simulator.placement import Chunk
 from moeplan.simulator.stack import load_stack
 
 MEGATRON = load_stack("megatron-bridge-26.08")
@@ -41,6 +42,13 @@ def activations(plan: Plan) -> float:
 def test_rows_of_the_busiest_rank(changes: dict[str, Any], factor: float) -> None:
     plan = qwen_plan(**changes)
     assert expert_row_factor(plan.model, plan.point, MEGATRON) == pytest.approx(factor, rel=1e-12)
+
+
+@pytest.mark.parametrize("offload_layers, frac", [(0, 1), (2, 3 / 5), (4, 1 / 5), (9, 1 / 5)])
+def test_layers_of_all_chunks_of_a_rank_count(offload_layers: int, frac: float) -> None:
+    chunks = (Chunk(1, 1, 0, has_loss=False), Chunk(0, 2, 1, has_loss=True))
+    assert on_device_frac(chunks, offload_layers) == pytest.approx(frac)
+    assert on_device_frac((Chunk(0, 0, 0, has_loss=True),), offload_layers) == 1
 
 
 @pytest.mark.parametrize("changes", [{}, {"precision": "mxfp8", "routing": "natural"}, {"cuda_graph": ["attn"]}])

@@ -35,9 +35,10 @@ def test_room_is_the_larger_of_factor_and_load() -> None:
     assert imbalance > 1.1
 
 
+@pytest.mark.parametrize("factor", [0.5, 1.1])
 @pytest.mark.parametrize("recompute, width", [((), 3 * 768), (("moe_act",), 2 * 768)])
-def test_rows_are_copied_in_and_out(recompute: tuple[str, ...], width: int) -> None:
-    plan = plan_of(paged_stash_factor=1.1, recompute=recompute)
+def test_rows_are_copied_in_and_out(recompute: tuple[str, ...], width: int, factor: float) -> None:
+    plan = plan_of(paged_stash_factor=factor, recompute=recompute)
     shape = OpShape.of(plan.point, NATIVE, H200)
     ops = forward_ops(plan.model, Part("moe"), shape, NATIVE)
     stash = next(op for op in ops if op.name == "stash")
