@@ -14,9 +14,9 @@ from itertools import accumulate, groupby, pairwise
 from moeplan.errors import InvalidInputError
 from moeplan.model_spec import ModelSpec
 
-# Weights of the balance rule, in MoE layers (report section 8: embedding and three dense layers about two MoE
-# layers; an MTP layer carries a second head; the loss is the head GEMM and the cross entropy).
-EMBEDDING_WEIGHT, DENSE_WEIGHT, MOE_WEIGHT, MTP_WEIGHT, LOSS_WEIGHT = 0.2, 0.6, 1.0, 2.0, 1.0
+# Weights of the balance rule, in MoE layers (report section 8: embedding and three dense layers about two MoE layers;
+# an MTP depth costs a layer and a head). The loss is a head GEMM and a cross entropy of the model and of every depth.
+EMBEDDING_WEIGHT, DENSE_WEIGHT, MOE_WEIGHT, MTP_WEIGHT, HEAD_WEIGHT = 0.2, 0.6, 1.0, 1.0, 1.0
 _GROUP = re.compile(r"\(([^()]*)\)(?:\*(\d+))?")
 _REPEAT = re.compile(r"([EtmL|])\*(\d+)")
 _MAX_SYMBOLS = 100_000
@@ -138,8 +138,9 @@ def _run_length(symbols: str) -> str:
 def balanced_layout(model: ModelSpec, num_stages: int) -> PipelineLayout:
     """The layout whose heaviest stage is lightest, filled from the end, so that slack falls on the first stage.
 
-    The first pipeline rank holds the most micro-batches in flight. Gives NVIDIA's own layouts for DeepSeek-V3 at 16
-    and 32 stages. Raises InvalidInputError with more stages than layers.
+    The first pipeline rank holds the most micro-batches in flight. Gives NVIDIA's own layout for DeepSeek-V3 at 16
+    stages; at 32 the heaviest stage weighs what theirs does (2), and the first holds a dense layer less. Raises
+    InvalidInputError with more stages than layers.
     """
     kinds = model.layer_kinds
     symbols = "E" + "t" * len(kinds) + "m" * model.num_mtp_layers + "L"
@@ -147,7 +148,7 @@ def balanced_layout(model: ModelSpec, num_stages: int) -> PipelineLayout:
         EMBEDDING_WEIGHT,
         *(MOE_WEIGHT if kind == "moe" or model.moe is None else DENSE_WEIGHT for kind in kinds),
         *[MTP_WEIGHT] * model.num_mtp_layers,
-        LOSS_WEIGHT,
+        HEAD_WEIGHT * (1 + model.num_mtp_layers),
     ]
     if num_stages > len(kinds) + 2:
         raise InvalidInputError(

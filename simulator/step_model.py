@@ -235,9 +235,8 @@ def _stage_parts(model: ModelSpec, layout: str) -> tuple[dict[Part, int], ...]:
             key = (model.mtp_kind, model.is_windowed(last))
             counts[Part("mtp")] += stage.num_mtp
             counts[like.setdefault(key, Part(model.mtp_kind, last))] += stage.num_mtp
-            counts[Part("loss")] += stage.num_mtp
-        if stage.has_loss:
-            counts[Part("loss")] += 1
+        if stage.has_loss:  # Megatron projects and scores the hidden states of all depths there (report section 8)
+            counts[Part("loss")] += 1 + model.num_mtp_layers
         stages.append(dict(counts))
     return tuple(stages)
 

@@ -83,4 +83,4 @@ def test_plan_id_is_pinned_so_that_recorded_ids_stay_valid() -> None:
 
 def test_replace_derives_again() -> None:
     changed = Plan(**fields()).replace(pp=8, ep=32)
-    assert (changed.dp, changed.edp, changed.layout) == (32, 1, "Et*3|(tt|)*29m|L")
+    assert (changed.dp, changed.edp, changed.layout) == (32, 1, "Ett|(tt|)*29tm|L")

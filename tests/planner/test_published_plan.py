@@ -53,7 +53,7 @@ def test_layers_spread_evenly_with_embedding_and_loss_where_only_that_divides() 
 def test_mtp_depths_take_a_balanced_layout_as_embedding_and_loss_cannot_be_counted_with_them() -> None:
     cells = {"pp": "8", "vp": "4", "ep": "32", "pipeline_layout": "", "mtp_layers": "1", "cuda_graph": "none"}
     stack, profile = stack_of("megatron-bridge-26.08"), profile_of("gb300")
-    assert plan_of(PublishedRow(2, row().cells | cells), stack, profile).layout == "Et*3|(tt|)*29m|L"
+    assert plan_of(PublishedRow(2, row().cells | cells), stack, profile).layout == "Ett|(tt|)*29tm|L"
 
 
 @pytest.mark.parametrize(

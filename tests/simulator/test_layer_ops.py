@@ -159,6 +159,13 @@ def test_every_layout_symbol_becomes_a_part() -> None:
     assert counts == {"embedding": 1, "dense": 3, "moe": 59, "mtp": 1, "loss": 2}
 
 
+def test_the_heads_of_mtp_depths_run_where_the_loss_is() -> None:
+    """Report section 8: an MTP depth costs a layer and a head; Megatron scores all depths in the last stage."""
+    *_, mtp, last = StepModel(load_model("deepseek-v3"), STACK, PROFILE).stage_parts("Et*3|(tt|)*29m|L")
+    assert {part.kind: count for part, count in mtp.items()} == {"mtp": 1, "moe": 1}
+    assert last == {Part("loss"): 2}
+
+
 @pytest.mark.parametrize(
     "dispatcher, fused, kernels", [("alltoall", False, 72), ("alltoall", True, 31), ("flex", True, 17)]
 )
