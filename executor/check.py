@@ -47,6 +47,8 @@ def _plan_limits(plan: Plan) -> Iterator[tuple[str, object, str, str]]:
         yield "delay_wgrad", "true", "it without full sharding, whose gradients leave with their layer", "leave it out"
     if plan.echo_slots and PRECISIONS[plan.precision].quantized_bytes is not None:
         yield "echo_slots", plan.echo_slots, "it with experts in bf16, fp32 or fp64", "leave echo_slots out"
+    if plan.paired_wgrad and PRECISIONS[plan.precision].quantized_bytes is not None:
+        yield "paired_wgrad", list(plan.paired_wgrad), "it with experts in bf16, fp32 or fp64", "leave paired_wgrad out"
     if plan.cuda_graph:
         yield from _graph_limits(plan)
     if plan.offload_modules and PRECISIONS[plan.precision].quantized_bytes is not None:

@@ -10,8 +10,9 @@ import json
 import os
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -22,9 +23,11 @@ from moeplan.executor.mesh import Mesh
 from moeplan.files import write_text_atomically
 from moeplan.kernels import grouped_gemm, grouped_weight_grad
 from moeplan.kernels.back_end_choice import Shape, choices, choose
-from moeplan.kernels.grouped_weight_grad import TRITON, add_grouped_weight_grad_, triton_takes
+from moeplan.kernels.grouped_weight_grad import TRITON, add_parts_, triton_takes
 from moeplan.kernels.main_grad import MainGrad
+from moeplan.kernels.weight_grad_pairs import Operands
 from moeplan.plan import Plan
+from moeplan.vocabulary import ExpertMatrix
 
 FOLDER_VARIABLE = "MOEPLAN_CACHE"
 LARGE_EXPERT_ROWS = 256  # below it one launch an expert costs more than its products: never a candidate
@@ -63,10 +66,11 @@ def tune(plan: Plan, mesh: Mesh, device: torch.device, *, deterministic: bool = 
     num_rows = plan.tokens_per_rank * moe.top_k * mesh.etp.size  # on average, whatever ep is
     path = cache_path()
     known = _read(path)
-    for shape in expert_shapes(plan, mesh):
-        key = _key(shape, num_rows, device)
+    for shape, matrix in zip(expert_shapes(plan, mesh), get_args(ExpertMatrix), strict=True):
+        is_paired = matrix in plan.paired_wgrad
+        key = _key(shape, num_rows, device, is_paired=is_paired)
         if key not in known:
-            known[key] = _measure(shape, num_rows, device)
+            known[key] = _measure(shape, num_rows, device, is_paired=is_paired)
             with suppress(InvalidInputError):  # a folder that cannot be written costs the next run a second
                 write_text_atomically(path, json.dumps(known, indent=2, sort_keys=True) + "\n")
         for operation, times_s in known[key].items():
@@ -88,13 +92,14 @@ def _read(path: Path) -> dict[str, dict[str, dict[str, float]]]:
     return known if isinstance(known, dict) else {}
 
 
-def _key(shape: Shape, num_rows: int, device: torch.device) -> str:
-    name = torch.cuda.get_device_name(device)
-    return f"{name}, torch {torch.__version__}, {'x'.join(map(str, shape))}, {num_rows} rows, bf16 into fp32, in rounds"
+def _key(shape: Shape, num_rows: int, device: torch.device, *, is_paired: bool) -> str:
+    where = f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
+    what = f"{'x'.join(map(str, shape))}, {num_rows} rows, bf16 into fp32{' of pairs' if is_paired else ''}"
+    return f"{where}, {what}, in rounds under load"
 
 
-def _measure(shape: Shape, num_rows: int, device: torch.device) -> dict[str, dict[str, float]]:
-    """Seconds of each candidate: both products that autograd takes, and the weight gradient's addition."""
+def _measure(shape: Shape, num_rows: int, device: torch.device, *, is_paired: bool) -> dict[str, dict[str, float]]:
+    """Seconds of each candidate: both products that autograd takes, and the addition of one or two weight gradients."""
     E, H, F = shape
     generator = torch.Generator().manual_seed(0)
     num_rows_E = torch.multinomial(torch.ones(E), num_rows, replacement=True, generator=generator).bincount(minlength=E)
@@ -107,7 +112,8 @@ def _measure(shape: Shape, num_rows: int, device: torch.device) -> dict[str, dic
     products = {name: _product(name, x_RH, weight_EHF, offsets_E, grad_RF) for name in names}
     if triton_takes(main.total, x_RH):
         names += TRITON
-    additions = {name: _addition(name, main, x_RH.detach(), grad_RF, offsets_E) for name in names}
+    parts = (Operands(x_RH.detach(), grad_RF, offsets_E),) * (1 + is_paired)
+    additions = {name: partial(add_parts_, main, parts, backend=name) for name in names}
     return {grouped_gemm.OPERATION: under_load(products), grouped_weight_grad.OPERATION: under_load(additions)}
 
 
@@ -117,7 +123,3 @@ def _product(name: str, x_RH: Tensor, weight_EHF: Tensor, offsets_E: Tensor, gra
         return torch.autograd.grad(y_RF, x_RH, grad_RF)
 
     return run
-
-
-def _addition(name: str, main: MainGrad, x_RH: Tensor, grad_RF: Tensor, offsets_E: Tensor) -> Callable[[], object]:
-    return lambda: add_grouped_weight_grad_(main, x_RH, grad_RF, offsets_E, backend=name)

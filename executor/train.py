@@ -19,6 +19,7 @@ from moeplan.executor.mesh import Mesh
 from moeplan.executor.micro_batch import MicroBatch, cut_micro_batch
 from moeplan.executor.model import Transformer
 from moeplan.executor.optimizer import ChainedOptimizer, learning_rate
+from moeplan.executor.paired_weight_grad import pair_weight_grads
 from moeplan.executor.pipeline import Pipeline, embedding_group
 from moeplan.executor.power import PowerSamples
 from moeplan.executor.routing import RoutingControl
@@ -77,6 +78,7 @@ class Trainer:
         for router in self.model.routers():
             router.control = self.routing
         self.optimizer = ChainedOptimizer(plan, run, mesh, self.model, embedding_group(plan, mesh))
+        pair_weight_grads(self.model, plan)
         self.model.table.weights = None  # lets go of the files of first weights
         self.checkpoints = Checkpointer(plan, run, mesh, self.model, self.optimizer) if run.save_folder else None
         self.spikes = SpikeGuard(run.spike_factor)

@@ -3,6 +3,7 @@
 Shapes: T rows sorted by expert, H input width, F output width, E experts.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Protocol
 
@@ -12,20 +13,21 @@ from torch import Tensor
 from moeplan.kernels import grouped_weight_grad_torch
 from moeplan.kernels.back_end_choice import chosen
 from moeplan.kernels.main_grad import MainGrad
+from moeplan.kernels.weight_grad_pairs import Operands
 
 OPERATION = "grouped_weight_grad"
 
 
 class GroupedWeightGrad(Protocol):
-    """A back end: arguments of :func:`add_grouped_weight_grad_`."""
+    """A back end: adds the gradients of one micro-batch or of two, in one pass over ``main`` where it can."""
 
-    def __call__(self, main: MainGrad, x_TH: Tensor, grad_TF: Tensor, offsets_E: Tensor) -> None: ...
+    def __call__(self, main: MainGrad, parts: Sequence[Operands]) -> None: ...
 
 
-def _triton(name: str, main: MainGrad, x_TH: Tensor, grad_TF: Tensor, offsets_E: Tensor) -> None:
+def _triton(name: str, main: MainGrad, parts: Sequence[Operands]) -> None:
     from moeplan.kernels import grouped_weight_grad_triton  # noqa: PLC0415 - loads a compiler no CPU process needs
 
-    grouped_weight_grad_triton.add_(main, x_TH, grad_TF, offsets_E, name)
+    grouped_weight_grad_triton.add_(main, parts, name)
 
 
 # The kernel with tiles of several shapes: which is fastest depends on the experts.
@@ -43,10 +45,19 @@ def add_grouped_weight_grad_(
     """``main`` [E, H, F] plus x[rows of e].t() @ grad[rows of e] for each expert e.
 
     ``offsets_E`` is as :func:`moeplan.kernels.grouped_gemm.grouped_gemm` takes it; an expert without rows gets zeros
-    from the first gradient of a step. Without ``backend``: the one chosen for this shape, else the default.
+    from the first gradient of a step. Without ``backend``: the one chosen for this shape, else the default. Where
+    ``main`` takes two micro-batches at a time, the first of two waits for the second.
     """
-    name = backend or chosen(OPERATION, tuple(main.total.shape)) or _default(main.total, x_TH)
-    BACKENDS[name](main, x_TH, grad_TF, offsets_E)
+    one = Operands(x_TH, grad_TF, offsets_E)
+    parts = (one,) if main.pairs is None else main.pairs.take(one)
+    if parts:
+        add_parts_(main, parts, backend=backend)
+
+
+def add_parts_(main: MainGrad, parts: Sequence[Operands], *, backend: str | None = None) -> None:
+    """As :func:`add_grouped_weight_grad_`, for the gradients of one micro-batch or of two, now."""
+    name = backend or chosen(OPERATION, tuple(main.total.shape)) or _default(main.total, parts[0].x_TH)
+    BACKENDS[name](main, parts)
 
 
 def _default(total_EHF: Tensor, x_TH: Tensor) -> str:

@@ -4,13 +4,14 @@ A persistent kernel: each program takes output tiles of all experts in turn. Ope
 transposes the tensor cores read in place. The addition is a bulk reduction in L2 (no tile of the total comes to the
 multiprocessor), so the next tile's products start while it drains; each element is added once, so it is exact and the
 same in every run. The last rows of an expert, fewer than a block, come the same way; those of the next one, which
-follow them, are cleared in one operand.
+follow them, are cleared in one operand. Two micro-batches' rows may go into one product, which is then added once.
 
 Shapes: T rows sorted by expert, H input width, F output width, E experts.
 """
 # ruff: noqa: ANN001, ANN202, PLR0917 - Triton takes by position, and reads every annotation as a constant
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import triton
@@ -20,6 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moeplan.kernels.main_grad import MainGrad
 from moeplan.kernels.triton_launch import num_processors
+from moeplan.kernels.weight_grad_pairs import Operands
 
 _TILES_A_GROUP = 8  # tiles of H that follow one another before F moves on: their operands stay in L2
 
@@ -96,11 +98,42 @@ def _put_halves(
 
 
 @triton.jit
+def _sum(
+    product,
+    x_desc,
+    grad_desc,
+    offsets_ptr,
+    expert,
+    first_h,
+    first_f,
+    ROWS: tl.constexpr,
+):
+    """``product`` plus x.T @ grad over the rows of an expert."""
+    start = tl.load(offsets_ptr + tl.maximum(expert - 1, 0))
+    start = tl.where(expert > 0, start, 0)
+    end = tl.load(offsets_ptr + expert)
+    whole_end = start + (end - start) // ROWS * ROWS
+    for row in range(start, whole_end, ROWS):
+        x = x_desc.load([row, first_h])
+        grad = grad_desc.load([row, first_f])
+        product = tl.dot(x.T, grad, product)
+    if whole_end < end:
+        x = x_desc.load([whole_end, first_h])
+        grad = grad_desc.load([whole_end, first_f])
+        x = tl.where((whole_end + tl.arange(0, ROWS) < end)[:, None], x, 0.0)
+        product = tl.dot(x.T, grad, product)
+    return product
+
+
+@triton.jit
 def _add_products(
     x_desc,
     grad_desc,
-    total_desc,
     offsets_ptr,
+    next_x_desc,
+    next_grad_desc,
+    next_offsets_ptr,
+    total_desc,
     E,
     H,
     F,
@@ -111,6 +144,7 @@ def _add_products(
     IS_FIRST: tl.constexpr,
     REDUCE: tl.constexpr,
     GROUP: tl.constexpr,
+    IS_PAIR: tl.constexpr,
 ):
     tiles_h = tl.cdiv(H, TILE_H)
     tiles_f = tl.cdiv(F, TILE_F)
@@ -122,42 +156,41 @@ def _add_products(
         group = tl.minimum(tiles_h - first_of_group, GROUP)
         first_h = (first_of_group + place % (GROUP * tiles_f) % group) * TILE_H
         first_f = place % (GROUP * tiles_f) // group * TILE_F
-        start = tl.load(offsets_ptr + tl.maximum(expert - 1, 0))
-        start = tl.where(expert > 0, start, 0)
-        end = tl.load(offsets_ptr + expert)
         product = tl.zeros((TILE_H, TILE_F), tl.float32)
-        whole_end = start + (end - start) // ROWS * ROWS
-        for row in range(start, whole_end, ROWS):
-            x = x_desc.load([row, first_h])
-            grad = grad_desc.load([row, first_f])
-            product = tl.dot(x.T, grad, product)
-        if whole_end < end:
-            x = x_desc.load([whole_end, first_h])
-            grad = grad_desc.load([whole_end, first_f])
-            x = tl.where((whole_end + tl.arange(0, ROWS) < end)[:, None], x, 0.0)
-            product = tl.dot(x.T, grad, product)
+        product = _sum(product, x_desc, grad_desc, offsets_ptr, expert, first_h, first_f, ROWS)
+        if IS_PAIR:
+            product = _sum(product, next_x_desc, next_grad_desc, next_offsets_ptr, expert, first_h, first_f, ROWS)
         _put_halves(
             total_desc, product, expert, first_h, first_f, IS_FIRST, REDUCE, HALVINGS, TILE_H, TILE_F
         )  # fmt: skip
 
 
-def add_(main: MainGrad, x_TH: Tensor, grad_TF: Tensor, offsets_E: Tensor, name: str = "triton") -> None:
-    """See :func:`moeplan.kernels.grouped_weight_grad.add_grouped_weight_grad_`. Rows of 16 whole bytes."""
+def add_(main: MainGrad, parts: Sequence[Operands], name: str = "triton") -> None:
+    """See :class:`moeplan.kernels.grouped_weight_grad.GroupedWeightGrad`. Rows of 16 whole bytes."""
     config, total_EHF = CONFIGS[name], main.total
-    x_TH, grad_TF = x_TH.contiguous(), grad_TF.contiguous()
-    if not len(x_TH):  # no bulk copy has a dimension of 0
-        main.finish_()
+    parts = [part for part in parts if len(part.x_TH)]  # no bulk copy has a dimension of 0
+    if not parts:
+        if main.is_clear:
+            total_EHF.zero_()
+            main.is_clear = False
         return
     E, H, F = total_EHF.shape
-    out_width = config.tile_f >> config.halvings
-    reduce = config.reduce and x_TH.is_cuda  # Triton's interpreter has no bulk reduction
+    out_width, device = config.tile_f >> config.halvings, total_EHF.device
+    reduce = config.reduce and total_EHF.is_cuda  # Triton's interpreter has no bulk reduction
     num_tiles = E * triton.cdiv(H, config.tile_h) * triton.cdiv(F, config.tile_f)
-    num_programs = min(num_tiles, config.programs_a_processor * num_processors(x_TH.device))
+    num_programs = min(num_tiles, config.programs_a_processor * num_processors(device))
     _add_products[num_programs,](
-        TensorDescriptor.from_tensor(x_TH, [config.rows, config.tile_h]),
-        TensorDescriptor.from_tensor(grad_TF, [config.rows, config.tile_f]),
+        *_inputs(parts[0], config), *_inputs(parts[-1], config),
         TensorDescriptor.from_tensor(total_EHF, [1, config.tile_h, out_width]),
-        offsets_E, E, H, F, config.tile_h, config.tile_f, config.rows, config.halvings,
-        main.is_clear, reduce, _TILES_A_GROUP, num_stages=config.num_stages, num_warps=config.num_warps,
+        E, H, F, config.tile_h, config.tile_f, config.rows, config.halvings, main.is_clear, reduce, _TILES_A_GROUP,
+        len(parts) == 2, num_stages=config.num_stages, num_warps=config.num_warps,
     )  # fmt: skip
     main.is_clear = False
+
+
+def _inputs(part: Operands, config: Config) -> tuple[TensorDescriptor, TensorDescriptor, Tensor]:
+    return (
+        TensorDescriptor.from_tensor(part.x_TH.contiguous(), [config.rows, config.tile_h]),
+        TensorDescriptor.from_tensor(part.grad_TF.contiguous(), [config.rows, config.tile_f]),
+        part.offsets_E,
+    )

@@ -9,16 +9,21 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from moeplan.kernels.accumulate import accumulate_
+from moeplan.kernels.weight_grad_pairs import Pairs
 
 _ATTRIBUTE = "main_grad"
 
 
 @dataclass(slots=True)
 class MainGrad:
-    """``total`` has the shape of its parameter. While ``is_clear``, nothing was added and its values mean nothing."""
+    """``total`` has the shape of its parameter. While ``is_clear``, nothing was added and its values mean nothing.
+
+    ``pairs``: gradients of experts are added for two micro-batches at a time.
+    """
 
     total: Tensor
     is_clear: bool = True
+    pairs: Pairs | None = None
 
     def add_(self, part: Tensor) -> None:
         """One more gradient of the parameter's shape, in any dtype."""
@@ -34,6 +39,7 @@ class MainGrad:
 
     def finish_(self) -> None:
         """End a step: zeros where no gradient came."""
+        assert self.pairs is None or not self.pairs.waiting_bytes, "a gradient waits for a micro-batch that never came"
         if self.is_clear:
             self.total.zero_()
             self.is_clear = False

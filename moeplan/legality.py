@@ -39,6 +39,7 @@ def violations(model: ModelSpec, point: Point) -> Iterator[tuple[str, str]]:
     yield from _echo_violations(model, point)
     yield from _stash_violations(model, point)
     yield from _replica_violations(model, point)
+    yield from _pair_violations(model, point)
 
 
 def _overlap_violations(model: ModelSpec, point: Point) -> Iterator[tuple[str, str]]:
@@ -178,6 +179,22 @@ def _stash_violations(model: ModelSpec, point: Point) -> Iterator[tuple[str, str
     sent = {"expert_fc1", "moe_act", "fused_group_mlp"} & set(point.offload_modules)
     if sent:
         yield "paged_stash_factor", f"excludes offload of {', '.join(sorted(sent))}"
+
+
+def _pair_violations(model: ModelSpec, point: Point) -> Iterator[tuple[str, str]]:
+    """Weight gradients of two micro-batches added at once: of experts whose gradients stay on their rank."""
+    if not point.paired_wgrad:
+        return
+    key = "paired_wgrad"
+    if model.moe is None:
+        yield key, f"{model.name} has no experts"
+    if point.num_micro_batches < 2:
+        yield key, f"needs two micro-batches a step and rank, got {point.num_micro_batches}"
+    if point.sharding == "full":
+        yield key, "excludes sharding full, whose gradients leave with every micro-batch"
+    for other in ("echo_slots", "cuda_graph"):
+        if getattr(point, other):
+            yield key, f"excludes {other}"
 
 
 def _echo_violations(model: ModelSpec, point: Point) -> Iterator[tuple[str, str]]:

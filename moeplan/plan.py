@@ -19,6 +19,7 @@ from moeplan.vocabulary import (
     CpComm,
     CudaGraphScope,
     Dispatcher,
+    ExpertMatrix,
     FlexBackend,
     OffloadModule,
     PrecisionName,
@@ -77,6 +78,9 @@ class Plan(Record):
     overlap_param_gather: bool = True
     ep_overlap: bool = Field(default=False, description="a forward and a backward run together to hide the exchange")
     delay_wgrad: bool = Field(default=False, description="under ep_overlap, weight gradients wait for their own step")
+    paired_wgrad: tuple[ExpertMatrix, ...] = Field(
+        default=(), description="experts' matrices whose weight gradients two micro-batches add at once"
+    )
     shared_expert_overlap: bool = Field(default=False, description="shared experts run beside the exchange")
     dispatch_sms: int = Field(default=0, ge=0, description="SMs given to the flex dispatcher; 0: its default")
     echo_slots: int = Field(default=0, ge=0, description="spare slots a rank for clones of hot experts (ECHO); 0: none")
@@ -125,7 +129,7 @@ class Plan(Record):
                 object.__setattr__(self, "layout", balanced_layout(self.model, num_stages).text)
         except MoeplanError as error:
             raise ValueError(error.message) from None
-        for name in ("recompute", "cuda_graph", "offload_modules"):
+        for name in ("recompute", "cuda_graph", "offload_modules", "paired_wgrad"):
             object.__setattr__(self, name, tuple(sorted(set(getattr(self, name)))))
         return self
 

@@ -8,6 +8,7 @@ from moeplan.vocabulary import (
     CpComm,
     CudaGraphScope,
     Dispatcher,
+    ExpertMatrix,
     FlexBackend,
     OffloadModule,
     PrecisionName,
@@ -66,6 +67,7 @@ class Point:
     optimizer_cpu_frac: float
     dp_replicate: int = 1
     main_weight_remainders: bool = False
+    paired_wgrad: tuple[ExpertMatrix, ...] = ()
 
     @property
     def folding(self) -> Folding:
@@ -88,6 +90,11 @@ class Point:
     def num_micro_batches(self) -> int:
         """Micro-batches each data-parallel rank runs per step."""
         return self.global_batch_size // (self.mbs * self.dp)
+
+    @property
+    def paired_adds_frac(self) -> float:
+        """Additions of a weight gradient over micro-batches where two are added at once, an odd one alone."""
+        return -(-self.num_micro_batches // 2) / self.num_micro_batches
 
     @property
     def tokens_per_rank(self) -> int:

@@ -33,6 +33,8 @@ MEMORY_MEANING: dict[MemoryCategory, str] = {
     "framework": "device context and communicators; on a CPU, the Python process with torch loaded",
 }
 
+ExpertMatrix = Literal["expert_fc1", "expert_fc2"]
+
 OpFamily = Literal[
     "attention",
     "dense_gemm",

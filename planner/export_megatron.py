@@ -26,7 +26,7 @@ _PRECISION_FLAGS: dict[PrecisionName, tuple[Flag, ...]] = {
 }
 
 # Settings that its flags cannot say. (Without memory_efficient_permutation a plan trains the same in less memory.)
-_NO_FLAG = ("packed_lengths", "echo_slots", "paged_stash_factor", "offload_layers")
+_NO_FLAG = ("packed_lengths", "echo_slots", "paged_stash_factor", "paired_wgrad", "offload_layers")
 
 _SCRIPT = """\
 #!/bin/bash

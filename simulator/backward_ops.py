@@ -89,6 +89,8 @@ def _gemm_backward(op: Op, after: tuple[str, ...], shape: OpShape, stack: StackT
         return [data]
     weights = op.num_groups * op.inner * op.cols
     grads = MAIN_GRAD_PASSES * weights * shape.grad_bytes
+    if op.name in shape.paired_wgrad and stack.fused_grad_accumulation:  # one addition for two micro-batches
+        grads *= shape.paired_adds_frac
     # A tile's gradients are added when its products are done, on top of either bound unless the machine overlaps that.
     # Outputs of this GEMM are the main gradients (or, unfused, a copy that is then added to them), not activations.
     unfused = 0.0 if stack.fused_grad_accumulation else 2 * weights * shape.element_bytes

@@ -66,6 +66,22 @@ def offloaded_bytes(model: ModelSpec, kind: ActivationKind, point: Point, stack:
     return kept_bytes(model, kind, point, stack).offloaded_bytes if point.offload_modules else 0.0
 
 
+def waiting_bytes(model: ModelSpec, point: Point, stack: SoftwareStack, chunks: tuple[Chunk, ...]) -> float:
+    """Operands of experts' weight gradients that wait for the next micro-batch, of all layers of a rank.
+
+    Of the first matrix its input and its output's gradient, of the second likewise: rows of H + 2F (gated) and F + H.
+    """
+    moe = model.moe
+    if moe is None or not point.paired_wgrad:
+        return 0.0
+    width, hidden = moe.expert_ffn_size / point.etp, model.hidden_size
+    each = {"expert_fc1": hidden + (model.mlp_matrices - 1) * width, "expert_fc2": width + hidden}
+    rows = point.tokens_per_rank * moe.top_k * point.etp * expert_row_factor(model, point, stack)
+    num_layers = sum(chunk.num_moe + (chunk.num_mtp if model.mtp_kind == "moe" else 0) for chunk in chunks)
+    row_bytes = sum(each[name] for name in point.paired_wgrad) * PRECISIONS[point.precision].activation_bytes
+    return num_layers * rows * row_bytes
+
+
 def layer_counts(chunk: Chunk) -> Iterator[tuple[ActivationKind, int]]:
     """How many of each kind of layer one chunk runs."""
     if chunk.num_dense:

@@ -12,7 +12,14 @@ from moeplan.simulator.activations import ActivationKind
 from moeplan.simulator.buffers import buffer_bytes
 from moeplan.simulator.device_buffers import dispatcher_buffer_bytes
 from moeplan.simulator.in_flight import peak_counts
-from moeplan.simulator.layer_state import chunk_bytes, layer_counts, layer_parts, on_device_frac, passing_bytes
+from moeplan.simulator.layer_state import (
+    chunk_bytes,
+    layer_counts,
+    layer_parts,
+    on_device_frac,
+    passing_bytes,
+    waiting_bytes,
+)
 from moeplan.simulator.placement import Chunk, rank_chunks, rank_elements, rank_parameters
 from moeplan.simulator.stack import SoftwareStack
 from moeplan.simulator.tensor_tables import Component
@@ -174,7 +181,8 @@ def _allocated(model: ModelSpec, point: Point, stack: SoftwareStack, num_copies:
         if chunks not in transients:
             logits = _logit_bytes(model, point, stack, chunks)
             buffers = sum(buffer_bytes(model, point, stack, _kinds(model, chunks), logits))
-            transients[chunks] = passing_bytes(model, point, stack, chunks), logits, buffers
+            passing = passing_bytes(model, point, stack, chunks) + waiting_bytes(model, point, stack, chunks)
+            transients[chunks] = passing, logits, buffers
         sizes = [sizes_of_chunk[chunk, part] for chunk in chunks]
         passing, logits, buffers = transients[chunks]
         weights, gradients, optimizer = (sum(map(mul, sums, column)) for column in zip(*by_class, strict=True))
@@ -233,6 +241,8 @@ def _activation_items(
             yield MemoryItem("activations", component, name, size_bytes * num_layers)
     passing = passing_bytes(model, point, stack, chunks)
     yield MemoryItem("activations", "working_set", "layer back from the host, or begun beside a backward", passing)
+    waiting = waiting_bytes(model, point, stack, chunks)
+    yield MemoryItem("activations", "experts", "operands of weight gradients that wait for a micro-batch", waiting)
 
 
 def _merged(items: list[MemoryItem]) -> list[MemoryItem]:

@@ -11,7 +11,16 @@ from moeplan.simulator.op import Placement
 from moeplan.simulator.rank_groups import rank_groups
 from moeplan.simulator.stack import SoftwareStack
 from moeplan.units import DTYPE_BYTES
-from moeplan.vocabulary import PRECISIONS, CpComm, CudaGraphScope, Precision, PrecisionName, RecomputeModule, Routing
+from moeplan.vocabulary import (
+    PRECISIONS,
+    CpComm,
+    CudaGraphScope,
+    ExpertMatrix,
+    Precision,
+    PrecisionName,
+    RecomputeModule,
+    Routing,
+)
 
 PartKind = Literal[LayerKind, "embedding", "mtp", "loss"]
 
@@ -45,6 +54,8 @@ class OpShape:
     dispatch_sms: int
     echo_slots: int
     paged_stash: bool
+    paired_wgrad: tuple[ExpertMatrix, ...]
+    paired_adds_frac: float
     routing: Routing
     cuda_graph: tuple[CudaGraphScope, ...]
     fused_grouped_mlp: bool
@@ -81,6 +92,8 @@ class OpShape:
             dispatch_sms=point.dispatch_sms,
             echo_slots=point.echo_slots,
             paged_stash=point.paged_stash_factor > 0,
+            paired_wgrad=point.paired_wgrad,
+            paired_adds_frac=point.paired_adds_frac if point.paired_wgrad else 1.0,
             routing=point.routing,
             cuda_graph=point.cuda_graph,
             fused_grouped_mlp=point.fused_grouped_mlp,

@@ -35,6 +35,7 @@ Feature = Literal[
     "optimizer_cpu_frac",
     "echo_slots",
     "paged_stash_factor",
+    "paired_wgrad",
 ]
 FEATURES: tuple[Feature, ...] = get_args(Feature)
 SavedTensorTable = Literal["megatron", "native", "torchtitan", "korthikanti-2022"]

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from functools import lru_cache
+from typing import Any
 
 import pytest
 import torch
@@ -104,6 +105,12 @@ def test_loss_falls_and_clipping_is_active() -> None:
 def test_recompute_changes_nothing(pool: GlooPool, model: ModelSpec, recompute: tuple[str, ...]) -> None:
     plan = tiny_plan(model, 4, tp=2, etp=2, ep=2, recompute=recompute)
     assert_same(alone(model, RUN, 1), pool.run(run_steps, plan, RUN, STEPS))
+
+
+@pytest.mark.parametrize("folding", [{"pp": 2, "ep": 2}, {"ep": 4, "ep_overlap": True, "delay_wgrad": True}])
+def test_gradients_added_in_pairs_change_nothing(pool: GlooPool, folding: dict[str, Any]) -> None:
+    plan = tiny_plan(GQA_MODEL, 4, paired_wgrad=("expert_fc1", "expert_fc2"), **folding)
+    assert_same(alone(GQA_MODEL, RUN, 1), pool.run(run_steps, plan, RUN, STEPS))
 
 
 def starve(rank: int, plan: Plan, run: RunConfig) -> tuple[list[float], list[Tensor]]:

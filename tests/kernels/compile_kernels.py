@@ -48,9 +48,9 @@ NORM = [{"DTYPE": tl.float32, "ROWS": rows, "BLOCK": block} for rows, block in (
 WEIGHT_GRAD = [
     {
         "TILE_H": 128, "TILE_F": 256, "ROWS": 64, "HALVINGS": 2, "IS_FIRST": is_first, "REDUCE": reduce, "GROUP": 8,
-        "num_stages": 4, "num_warps": 8,
+        "IS_PAIR": is_pair, "num_stages": 4, "num_warps": 8,
     }
-    for is_first, reduce in ((True, True), (False, True), (False, False))
+    for is_first, reduce, is_pair in ((1, 1, 1), (0, 1, 0), (0, 1, 1), (0, 0, 0))
 ]  # fmt: skip
 FP8_TILE = {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 128, "GROUP": 16, "num_stages": 3, "num_warps": 8}
 FP8_ROWS = [FP8_TILE | {"BLOCKWISE": False, "SPLIT": False, "FLATTEN": flatten} for flatten in (True, False)]
@@ -129,7 +129,10 @@ KERNELS = (
     ),
     (
         grouped_weight_grad_triton._add_products,
-        "tensordesc<bf16[64,128]> tensordesc<bf16[64,256]> tensordesc<fp32[1,128,64]> *i32 i32 i32 i32",
+        (
+            "tensordesc<bf16[64,128]> tensordesc<bf16[64,256]> *i32 tensordesc<bf16[64,128]> tensordesc<bf16[64,256]>"
+            " *i32 tensordesc<fp32[1,128,64]> i32 i32 i32"
+        ),
         WEIGHT_GRAD,
     ),
     (norm_triton._norm, "*bf16 *bf16 *bf16 *fp32 i32 i32 fp32", NORM),

@@ -5,9 +5,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from moeplan.kernels.grouped_weight_grad import BACKENDS, add_grouped_weight_grad_
+from moeplan.kernels.grouped_weight_grad import BACKENDS, add_grouped_weight_grad_, add_parts_
 from moeplan.kernels.main_grad import MainGrad, main_grad_of, set_main_grad
 from moeplan.kernels.weight_grad import add_weight_grad_
+from moeplan.kernels.weight_grad_pairs import Operands, Pairs
 
 contract = settings(suppress_health_check=[HealthCheck.differing_executors], max_examples=12)
 
@@ -56,20 +57,25 @@ class Contract:
     dtype = torch.float32
     H, F = 16, 24
 
-    def _run(self, num_rows: list[int]) -> None:
-        generator = torch.Generator().manual_seed(sum(num_rows))
-        T, E = sum(num_rows), len(num_rows)
-        x_TH = torch.randn(T, self.H, generator=generator).to(self.dtype)
-        grad_TF = torch.randn(T, self.F, generator=generator).to(self.dtype)
-        offsets_E = torch.tensor(num_rows).cumsum(0).to(torch.int32)
-        main = MainGrad(torch.full((E, self.H, self.F), torch.nan))
+    def _operands(self, num_rows: list[int], seed: int) -> tuple[Operands, torch.Tensor]:
+        """Those of a micro-batch, and the gradient in float64."""
+        generator = torch.Generator().manual_seed(sum(num_rows) + seed)
+        x_TH = torch.randn(sum(num_rows), self.H, generator=generator).to(self.dtype)
+        grad_TF = torch.randn(sum(num_rows), self.F, generator=generator).to(self.dtype)
         parts = zip(x_TH.double().split(num_rows), grad_TF.double().split(num_rows), strict=True)
-        once = torch.stack([x.t() @ grad for x, grad in parts])
-        for count in (1, 2, 3):
-            add_grouped_weight_grad_(main, x_TH, grad_TF, offsets_E, backend=self.backend)
-            # Products of 16-bit operands are exact in fp32; the torch back end rounds their sum to the operands' type.
-            error = float((main.total - count * once).norm()) / max(1.0, float((count * once).norm()))
-            assert error < 2 * torch.finfo(self.dtype).eps
+        offsets_E = torch.tensor(num_rows).cumsum(0).to(torch.int32)
+        return Operands(x_TH, grad_TF, offsets_E), torch.stack([x.t() @ grad for x, grad in parts])
+
+    def _run(self, num_rows: list[int]) -> None:
+        (first, grad), (other, other_grad) = self._operands(num_rows, 0), self._operands(num_rows[::-1], 1)
+        both = grad + other_grad
+        for steps in ((((first,), grad), ((first, other), grad + both)), (((other, first), both),)):
+            main = MainGrad(torch.full(grad.shape, torch.nan))
+            for parts, expected in steps:
+                add_parts_(main, parts, backend=self.backend)
+                # Products of 16-bit operands are exact in fp32; the torch back end rounds sums to the operands' type.
+                error = float((main.total - expected).norm()) / max(1.0, float(expected.norm()))
+                assert error < 2 * torch.finfo(self.dtype).eps
 
     @contract
     @given(st.lists(st.integers(0, 9), min_size=1, max_size=5))
@@ -107,3 +113,25 @@ def test_back_ends_are_all_tested() -> None:
     from moeplan.kernels.grouped_weight_grad_triton import CONFIGS
 
     assert set(BACKENDS) == {"by_expert", "torch", *CONFIGS}
+
+
+@pytest.mark.parametrize("num, expected", [(1, [1]), (2, [0, 2]), (3, [1, 0, 2]), (4, [0, 2, 0, 2])])
+def test_none_waits_at_the_end_of_a_step(num: int, expected: list[int]) -> None:
+    pairs, one = Pairs(num), Operands(torch.ones(2, 4), torch.ones(2, 8), torch.tensor([2]))
+    for _ in range(2):
+        assert [len(pairs.take(one)) for _ in range(num)] == expected
+        assert pairs.waiting_bytes == 0
+
+
+def test_the_first_of_two_waits_for_the_second() -> None:
+    main = MainGrad(torch.full((1, 4, 8), torch.nan), pairs=Pairs(2))
+    offsets_E = torch.tensor([3], dtype=torch.int32)
+    add_grouped_weight_grad_(main, torch.ones(3, 4), torch.ones(3, 8), offsets_E)
+    assert main.is_clear
+    assert main.pairs is not None
+    assert main.pairs.waiting_bytes == 4 * 3 * (4 + 8)
+    with pytest.raises(AssertionError, match="never came"):
+        main.finish_()
+    add_grouped_weight_grad_(main, torch.ones(3, 4), torch.full((3, 8), 2.0), offsets_E)
+    assert main.total.unique().tolist() == [9.0]
+    main.finish_()

@@ -4,11 +4,12 @@ import pytest
 import torch
 
 from moeplan.kernels.adam import AdamOptions, AdamState, adam_
-from moeplan.kernels.grouped_weight_grad import BACKENDS, add_grouped_weight_grad_
+from moeplan.kernels.grouped_weight_grad import BACKENDS, add_parts_
 from moeplan.kernels.main_grad import MainGrad
 from moeplan.kernels.router import RouterOptions, count_tokens, route, route_reference
 from moeplan.kernels.row_map import row_map
 from moeplan.kernels.weight_grad import add_weight_grad_
+from moeplan.kernels.weight_grad_pairs import Operands
 
 pytestmark = pytest.mark.gpu
 FP32_SUM = 1e-5  # sums of exact products in fp32, in another order than the reference's
@@ -38,15 +39,22 @@ def test_a_dense_gradient_is_written_first_and_added_then() -> None:
 )
 @pytest.mark.parametrize("widths", [(256, 512), (384, 264)])
 def test_expert_gradients(backend: str, num_rows: list[int], widths: tuple[int, int]) -> None:
-    T, E, (H, F) = sum(num_rows), len(num_rows), widths
-    x_TH, grad_TF = _normal(T, H), _normal(T, F)
-    offsets_E = torch.tensor(num_rows, device="cuda").cumsum(0).to(torch.int32)
-    main = MainGrad(torch.full((E, H, F), torch.nan, device="cuda"))
+    (first, grad), (other, other_grad) = (_operands(rows, *widths) for rows in (num_rows, num_rows[::-1]))
+    tolerance = BF16_SUM if backend == "torch" else FP32_SUM
+    main = MainGrad(torch.full(grad.shape, torch.nan, device="cuda"))
+    for parts, expected in (((first,), grad), ((first, other), 2 * grad + other_grad)):
+        add_parts_(main, parts, backend=backend)
+        assert _error(main.total, expected) < tolerance
+    main.clear_()
+    add_parts_(main, (other, first), backend=backend)
+    assert _error(main.total, grad + other_grad) < tolerance
+
+
+def _operands(num_rows: list[int], H: int, F: int) -> tuple[Operands, torch.Tensor]:
+    x_TH, grad_TF = _normal(sum(num_rows), H), _normal(sum(num_rows), F)
     parts = zip(x_TH.double().split(num_rows), grad_TF.double().split(num_rows), strict=True)
-    once = torch.stack([x.t() @ grad for x, grad in parts])
-    for count in (1, 2):
-        add_grouped_weight_grad_(main, x_TH, grad_TF, offsets_E, backend=backend)
-        assert _error(main.total, count * once) < (BF16_SUM if backend == "torch" else FP32_SUM)
+    offsets_E = torch.tensor(num_rows, device="cuda").cumsum(0).to(torch.int32)
+    return Operands(x_TH, grad_TF, offsets_E), torch.stack([x.t() @ grad for x, grad in parts])
 
 
 @pytest.mark.parametrize("moment", [torch.float32, torch.bfloat16])

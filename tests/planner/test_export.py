@@ -83,6 +83,7 @@ OTHERWISE: dict[str, object] = {
     "shared_expert_overlap": True,
     "echo_slots": 1,
     "paged_stash_factor": 1.5,
+    "paired_wgrad": ("expert_fc1",),
     "routing": "natural",
     "cuda_graph": ("attn",),
     "fused_grouped_mlp": True,
@@ -96,7 +97,7 @@ OTHERWISE: dict[str, object] = {
     "offload_optimizer_states": True,
     "optimizer_cpu_frac": 0.5,
 }
-REFUSED = {"packed_lengths", "echo_slots", "paged_stash_factor", "offload_layers"}
+REFUSED = {"packed_lengths", "echo_slots", "paged_stash_factor", "paired_wgrad", "offload_layers"}
 # What says nothing by itself: it follows from others, or needs another one beside it, tested above. Megatron-LM always
 # permutes in the way that spares memory.
 FOLLOWS = {

@@ -66,6 +66,7 @@ VALUES = {
     "optimizer_cpu_frac": (0.5,),
     "dp_replicate": (2,),
     "main_weight_remainders": ("true",),
+    "paired_wgrad": ("expert_fc1", "expert_fc1+expert_fc2"),
 }
 PINS = tuple(f"{key}={value}" for key, values in VALUES.items() for value in values)
 # Pins that need another one to be legal at all.

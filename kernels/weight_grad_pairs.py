@@ -1,0 +1,55 @@
+"""Weight gradients of experts added for two micro-batches at a time.
+
+Adding a gradient to fp32 main gradients reads and writes 8 bytes a weight, however few rows it sums. Experts have many
+weights and few rows each, so every second micro-batch adds both at once; the operands of the first wait in memory.
+
+Shapes: T rows sorted by expert, H input width, F output width, E experts.
+"""
+# ruff: noqa: N815 - shape suffixes
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Operands:
+    """What the weight gradients of one micro-batch are products of; ``offsets_E`` is where each expert's rows end."""
+
+    x_TH: Tensor
+    grad_TF: Tensor
+    offsets_E: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Of both factors."""
+        return self.x_TH.nbytes + self.grad_TF.nbytes
+
+
+class Pairs:
+    """Who waits for whom among the ``num_micro_batches`` of a step; of an odd number the first goes alone.
+
+    So none waits when the last micro-batch of a step has come.
+    """
+
+    def __init__(self, num_micro_batches: int) -> None:
+        self.num_micro_batches = num_micro_batches
+        self._num_taken = 0
+        self._waiting: Operands | None = None
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Of the operands that wait."""
+        return 0 if self._waiting is None else self._waiting.nbytes
+
+    def take(self, operands: Operands) -> tuple[Operands, ...]:
+        """What to add now that the next micro-batch's operands are here: none, they alone, or those of two."""
+        is_alone = self._num_taken == 0 and self.num_micro_batches % 2 == 1
+        self._num_taken = (self._num_taken + 1) % self.num_micro_batches
+        if is_alone:
+            return (operands,)
+        if self._waiting is None:
+            self._waiting = operands
+            return ()
+        first, self._waiting = self._waiting, None
+        return first, operands

@@ -1,0 +1,60 @@
+"""Weight gradients added for two micro-batches at once, in predictions: fewer bytes moved, more operands kept."""
+
+import pytest
+
+from moeplan.hwprofiles.load import load_profile
+from moeplan.plan import Plan
+from moeplan.presets import load_model
+from moeplan.simulator.backward_ops import backward_ops
+from moeplan.simulator.layer_ops import forward_ops
+from moeplan.simulator.memory import memory_items
+from moeplan.simulator.op_shapes import OpShape, Part
+from moeplan.simulator.predict import predict
+from moeplan.simulator.stack import load_stack
+
+H200, NATIVE = load_profile("h200"), load_stack("native")
+BOTH = ("expert_fc1", "expert_fc2")
+WEIGHTS = 6 * 128 * 3 * 2048 * 768  # of the experts of h200-fine
+
+
+def plan_of(model: str = "h200-fine", **fields: object) -> Plan:
+    settings = {"hardware": "h200", "num_gpus": 1, "seq_len": 4096, "global_batch_size": 32, "mbs": 4}
+    return Plan.model_validate({"model": load_model(model), **settings, **fields})
+
+
+def added_bytes(plan: Plan) -> dict[str, float]:
+    shape = OpShape.of(plan.point, NATIVE, H200)
+    ops = backward_ops(forward_ops(plan.model, Part("moe"), shape, NATIVE), shape, NATIVE.time)
+    return {op.name: op.epilogue_hbm_bytes for op in ops if op.phase == "wgrad"}
+
+
+def test_a_pair_is_added_once() -> None:
+    plain, first, both = (added_bytes(plan_of(paired_wgrad=some)) for some in ((), BOTH[:1], BOTH))
+    assert plain["expert_fc1.wgrad"] == 8 * 128 * 2048 * 1536
+    assert first["expert_fc1.wgrad"] == both["expert_fc1.wgrad"] == plain["expert_fc1.wgrad"] / 2
+    assert first["expert_fc2.wgrad"] == plain["expert_fc2.wgrad"] == 2 * both["expert_fc2.wgrad"]
+    assert {name for name in plain if plain[name] != both[name]} == {"expert_fc1.wgrad", "expert_fc2.wgrad"}
+    three = added_bytes(plan_of(paired_wgrad=BOTH, global_batch_size=12))
+    assert three["expert_fc1.wgrad"] == pytest.approx(plain["expert_fc1.wgrad"] * 2 / 3)
+
+
+def test_the_step_is_shorter_by_the_additions_saved() -> None:
+    plain, paired = (predict(plan_of(paired_wgrad=some), H200, NATIVE) for some in ((), BOTH))
+    rate = H200.hbm_bytes_per_s.value * H200.hbm_efficiency_frac.value
+    # The native stack's GEMMs take 2 % longer than their roofline on top.
+    assert plain.step_s - paired.step_s == pytest.approx(4 * 8 * WEIGHTS / rate, rel=0.03)
+
+
+def test_operands_of_one_micro_batch_are_kept() -> None:
+    plain, paired = (predict(plan_of(paired_wgrad=some), H200, NATIVE) for some in ((), BOTH))
+    rows = 6 * 16_384 * 8
+    kept = rows * (2048 + 2 * 768 + 768 + 2048) * 2
+    grown = paired.memory_bytes["activations"][0] - plain.memory_bytes["activations"][0]
+    assert grown == kept == pytest.approx(10.07e9, rel=1e-3)
+    items = memory_items(plan_of().model, plan_of(paired_wgrad=BOTH).point, NATIVE, 0)
+    assert [item.size_bytes for item in items if item.name.startswith("operands of weight gradients")] == [kept]
+
+
+def test_another_engine_has_none() -> None:
+    point = plan_of(paired_wgrad=BOTH).point
+    assert "paired_wgrad" in dict(load_stack("megatron-bridge-26.08").violations(plan_of().model, point))
