@@ -1,6 +1,7 @@
 """Choices of back ends: what is tuned, remembered and taken up again. Timing itself needs a GPU."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,11 @@ PLAN = tiny_plan(GQA_MODEL, 1, precision="bf16")
 
 
 @pytest.fixture(autouse=True)
-def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
     forget()
+    yield
+    forget()  # other tests train without a GPU
 
 
 def test_shapes_are_those_of_the_parameters() -> None:
