@@ -15,21 +15,17 @@ import torch
 from moeplan.errors import InvalidInputError
 from moeplan.executor.measure import spread_frac
 from moeplan.executor.microbench_cuda import EXPERT_SHAPES, PHASE_ROWS, TYPICAL_INNER
-from moeplan.executor.microbench_profile import fitted_inner_overhead, measured_curve
+from moeplan.executor.microbench_profile import Table, measured_curve, measured_gemm, rounded
 from moeplan.executor.microbench_window import Reading
 from moeplan.hwprofiles.load import load_profile, profile_names
 from moeplan.hwprofiles.schema import (
     AttentionCurve,
     CollectiveCurve,
     CollectiveKind,
-    GemmCurve,
     GroupedGemmCurve,
     HardwareProfile,
     Sourced,
 )
-
-Table = dict[float, list[float]]  # values by size
-NUM_DIGITS = 4  # of every figure written
 
 
 def base_profile(device_name: str) -> HardwareProfile:
@@ -83,7 +79,13 @@ class _Builder:
             "launch_s": self._measured(self._values("launch"), "an eager op with autograd"),
             "kernel_floor_s": self._measured(self._values("floor"), "16 numbers, in a graph"),
             "sustained_frac": self._measured([1.0], f"tables are of seconds of load; {self._burst()}"),
-            "gemm": (self._gemm(), *(curve for curve in base.gemm if curve.dtype != "bf16")),
+            "gemm": (
+            "gemm": (
+                measured_gemm(self.tables, "bf16", TYPICAL_INNER, self.ref),
+                *(curve for curve in base.gemm if curve.dtype != "bf16"),
+            ),
+                *(curve for curve in base.gemm if curve.dtype != "bf16"),
+            ),
             "grouped_gemm": (*self._grouped_gemms(), *(one for one in base.grouped_gemm if not _is_torch_bf16(one))),
             "attention": self._merged_attention(base),
             "collectives": self._merged_collectives(base),
@@ -96,7 +98,7 @@ class _Builder:
     def _measured(self, values: Sequence[float], note: str) -> Sourced:
         """The median, with the spread as error bar where there are several values."""
         error_frac = round(max(0.01, spread_frac(values)), 3) if len(values) > 1 else None
-        value = _rounded(statistics.median(values))
+        value = rounded(statistics.median(values))
         return Sourced(value=value, source="measured", ref=f"{self.ref}; {note}", error_frac=error_frac)
 
     def _share(self, peak: float, values: Sequence[float], note: str) -> Sourced:
@@ -111,29 +113,20 @@ class _Builder:
         there, back = (statistics.median(self._values(f"memory.{name}")) for name in ("permute", "unpermute"))
         note = f"permute {there / 1e12:.2f}, unpermute {back / 1e12:.2f} TB/s; their harmonic mean"
         error_frac = round(abs(there - back) / (there + back), 3)
-        share = _rounded(min(1.0, statistics.harmonic_mean([there, back]) / peak))
+        share = rounded(min(1.0, statistics.harmonic_mean([there, back]) / peak))
         return Sourced(value=share, source="measured", ref=f"{self.ref}; {note}", error_frac=error_frac)
 
     def _host_link(self) -> Sourced:
         """The slower way."""
         ways = {way: statistics.median(self._values(f"host_link.{way}")) for way in ("to_device", "to_host")}
         note = ", ".join(f"{way} {rate / 1e9:.1f} GB/s" for way, rate in ways.items())
-        return Sourced(value=_rounded(min(ways.values())), source="measured", ref=f"{self.ref}; pinned memory: {note}")
+        return Sourced(value=rounded(min(ways.values())), source="measured", ref=f"{self.ref}; pinned memory: {note}")
 
     def _burst(self) -> str:
         return f"8192 cubed reads {statistics.median(self._values('peak.bf16')) / 1e12:.0f} TFLOP/s in a burst"
 
     def _curve(self, table: Table, size_key: str, value_key: str) -> dict[str, Any]:
         return measured_curve(table, size_key, value_key, self.ref)
-
-    def _gemm(self) -> GemmCurve:
-        inner = {size: statistics.median(values) for size, values in self.tables["gemm_inner"].items()}
-        return GemmCurve(
-            dtype="bf16",
-            typical_inner=TYPICAL_INNER,
-            inner_overhead=_rounded(fitted_inner_overhead(inner)),
-            **self._curve(self.tables["gemm"], "rows", "flops_per_s"),
-        )
 
     def _grouped_gemms(self) -> Iterable[GroupedGemmCurve]:
         for num_experts, hidden, ffn in EXPERT_SHAPES:
@@ -182,7 +175,3 @@ class _Builder:
 
 def _is_torch_bf16(curve: GroupedGemmCurve) -> bool:
     return curve.backend == "torch" and curve.dtype == "bf16"
-
-
-def _rounded(value: float) -> float:
-    return float(f"{value:.{NUM_DIGITS}g}")

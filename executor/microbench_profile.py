@@ -18,6 +18,7 @@ from moeplan.hwprofiles.schema import (
     CollectiveCurve,
     CollectiveKind,
     DispatchRate,
+    Dtype,
     GemmCurve,
     GroupedGemmCurve,
     HardwareProfile,
@@ -75,7 +76,7 @@ class _Builder:
             ),
             sustained_frac=self._measured([1.0], "tables hold medians over seconds of load, not bursts"),
             host_memory_bytes_per_gpu=self._measured([machine_memory_bytes() / self.num_processes]),
-            gemm=(self._gemm(),),
+            gemm=(measured_gemm(self.tables, "fp32", TYPICAL_INNER, self.ref),),
             grouped_gemm=tuple(self._grouped_gemms()),
             attention=tuple(self._attentions()),
             collectives=tuple(self._collectives()),
@@ -89,13 +90,13 @@ class _Builder:
         """The median, with the spread as error bar where there are several values."""
         error_frac = _error_frac([values]) if len(values) > 1 else None
         ref = f"{self.ref}; {note}" if note else self.ref
-        return Sourced(value=_rounded(statistics.median(values)), source="measured", ref=ref, error_frac=error_frac)
+        return Sourced(value=rounded(statistics.median(values)), source="measured", ref=ref, error_frac=error_frac)
 
     def _best(self, *names: str) -> Sourced:
         """The largest median of any size of these tables: what the machine can do."""
         medians = [statistics.median(values) for name in names for values in self.tables[name].values()]
         return Sourced(
-            value=_rounded(max(medians)), source="measured", ref=f"{self.ref}; the best of {', '.join(names)}"
+            value=rounded(max(medians)), source="measured", ref=f"{self.ref}; the best of {', '.join(names)}"
         )
 
     def _share_of(self, best: Sourced, *names: str) -> Sourced:
@@ -104,15 +105,6 @@ class _Builder:
 
     def _curve(self, table: Table, size_key: str, value_key: str) -> dict[str, Any]:
         return measured_curve(table, size_key, value_key, self.ref)
-
-    def _gemm(self) -> GemmCurve:
-        inner = {size: statistics.median(values) for size, values in self.tables["gemm_inner"].items()}
-        return GemmCurve(
-            dtype="fp32",
-            typical_inner=TYPICAL_INNER,
-            inner_overhead=_rounded(fitted_inner_overhead(inner)),
-            **self._curve(self.tables["gemm"], "rows", "flops_per_s"),
-        )
 
     def _grouped_gemms(self) -> Iterable[GroupedGemmCurve]:
         for name, num_experts in self._numbered("grouped_gemm"):
@@ -150,7 +142,7 @@ class _Builder:
         if not table:
             return _assumed(memory_bytes_per_s.value, "a single process sends to nobody: its memory bandwidth")
         rates = [size / statistics.median(values) for size, values in table.items()]
-        return Sourced(value=_rounded(max(rates)), source="measured", ref=f"{self.ref}; the best of send_recv")
+        return Sourced(value=rounded(max(rates)), source="measured", ref=f"{self.ref}; the best of send_recv")
 
     def _numbered(self, prefix: str) -> list[tuple[str, int]]:
         """Names ``prefix.NUMBER`` with their numbers, ascending."""
@@ -164,11 +156,22 @@ def measured_curve(table: Table, size_key: str, value_key: str, ref: str) -> dic
     sizes = sorted(table)
     return {
         size_key: tuple(sizes),
-        value_key: tuple(_rounded(statistics.median(table[size])) for size in sizes),
+        value_key: tuple(rounded(statistics.median(table[size])) for size in sizes),
         "source": "measured",
         "ref": ref,
         "error_frac": _error_frac(table.values()),
     }
+
+
+def measured_gemm(tables: dict[str, Table], dtype: Dtype, typical_inner: int, ref: str) -> GemmCurve:
+    """The curve of dense GEMMs over rows, at the inner size that was typical, with what a short inner size costs."""
+    inner = {size: statistics.median(values) for size, values in tables["gemm_inner"].items()}
+    return GemmCurve(
+        dtype=dtype,
+        typical_inner=typical_inner,
+        inner_overhead=rounded(fitted_inner_overhead(inner)),
+        **measured_curve(tables["gemm"], "rows", "flops_per_s", ref),
+    )
 
 
 def fitted_inner_overhead(seconds_by_inner: dict[float, float]) -> float:
@@ -208,7 +211,7 @@ def _also(dtype: str) -> tuple[str, ...]:
 
 
 def _assumed(value: float, rule: str) -> Sourced:
-    return Sourced(value=_rounded(value), source="assumed", ref=rule)
+    return Sourced(value=rounded(value), source="assumed", ref=rule)
 
 
 def _error_frac(groups: Iterable[Sequence[float]]) -> float:
@@ -216,5 +219,6 @@ def _error_frac(groups: Iterable[Sequence[float]]) -> float:
     return round(min(1.0, max(0.01, statistics.median(spread_frac(values) for values in groups))), 3)
 
 
-def _rounded(value: float) -> float:
+def rounded(value: float) -> float:
+    """To the digits that a profile has."""
     return float(f"{value:.{NUM_DIGITS}g}")
