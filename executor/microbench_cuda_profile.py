@@ -80,10 +80,7 @@ class _Builder:
             "kernel_floor_s": self._measured(self._values("floor"), "16 numbers, in a graph"),
             "sustained_frac": self._measured([1.0], f"tables are of seconds of load; {self._burst()}"),
             "gemm": (
-            "gemm": (
                 measured_gemm(self.tables, "bf16", TYPICAL_INNER, self.ref),
-                *(curve for curve in base.gemm if curve.dtype != "bf16"),
-            ),
                 *(curve for curve in base.gemm if curve.dtype != "bf16"),
             ),
             "grouped_gemm": (*self._grouped_gemms(), *(one for one in base.grouped_gemm if not _is_torch_bf16(one))),
