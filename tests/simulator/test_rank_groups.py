@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from moeplan.folding import Folding, Mesh
 from moeplan.hwprofiles.load import load_profile
 from moeplan.plan import Plan
+from moeplan.presets import load_model
 from moeplan.simulator.op import Placement
 from moeplan.simulator.rank_groups import block_size, group_placement, rank_groups
 
@@ -54,3 +55,14 @@ def test_ep64_of_the_report_lies_in_one_rack_and_stages_in_several(report_plan: 
     assert groups.pp == Placement(2, 2)
     on_h100 = rank_groups(report_plan.point, load_profile("h100"))
     assert on_h100.ep == Placement(64, 8)
+
+
+def test_heads_are_split_among_neighbours_and_the_ring_goes_on_from_them() -> None:
+    plan = Plan(
+        model=load_model("llama3-8b"), hardware="h100", num_gpus=16, seq_len=32_768, global_batch_size=16,
+        tp=2, cp=8, cp_comm="a2a+p2p", cp_a2a_size=4,
+    )  # fmt: skip
+    groups = rank_groups(plan.point, load_profile("h100"))
+    assert groups.cp == Placement(8, 2)
+    assert groups.cp_heads == Placement(4, 1)
+    assert groups.cp_ring == Placement(2, 2)
