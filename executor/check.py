@@ -6,7 +6,6 @@ from pathlib import Path
 
 from moeplan.errors import InvalidInputError
 from moeplan.executor.routing_files import check_replay
-from moeplan.executor.token_file import check_length, token_file
 from moeplan.hf_export import hf_config_of
 from moeplan.hf_folder import check_model, open_folder
 from moeplan.model_spec import ModelSpec
@@ -128,7 +127,7 @@ def check_run(run: RunConfig) -> None:
 
 def check_saving(run: RunConfig) -> None:
     """Raise InvalidInputError where checkpoints are asked for without a folder for them."""
-    for key in ("resume", "auto_resume", "save_every", "save_async"):
+    for key in ("resume", "auto_resume", "save_every", "save_async", "keep_checkpoints"):
         if getattr(run, key) and not run.save_folder:
             raise InvalidInputError(f"{key}: got {getattr(run, key)} without save_folder", "give a save_folder")
 
@@ -140,13 +139,6 @@ def check_world(plan: Plan, num_processes: int) -> None:
             f"processes: got {num_processes} for a plan of {plan.num_gpus} GPUs, allowed: exactly {plan.num_gpus}",
             f"start {plan.num_gpus} processes, or search a plan for {num_processes}",
         )
-
-
-def check_data_file(run: RunConfig, seq_len: int) -> None:
-    """Raise InvalidInputError where the run's token file is missing, broken off or shorter than one sequence."""
-    if run.data:
-        found = token_file(run.data, run.data_dtype)
-        check_length(str(found.path), found.num_tokens, run, seq_len)
 
 
 def check_export(plan: Plan, run: RunConfig) -> None:

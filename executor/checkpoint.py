@@ -72,7 +72,7 @@ class Checkpointer:
             num_gpus=self.plan.num_gpus,
             precision=self.plan.precision,
             seed=self.run.seed,
-            data=self.run.data,
+            data=self.run.data or ", ".join(self.run.data_mix),
             rng=bytes(torch.get_rng_state().tolist()).hex(),
         )
         if self.run.save_async:
@@ -153,7 +153,7 @@ class Checkpointer:
         sums = self._gathered({path.name: sum_file(path) for path in place.glob(f"__{self.mesh.rank}_*")})
         if self.is_first:
             sums[_METADATA] = sum_file(place / _METADATA)
-            finish_saving(place, manifest.model_copy(update={"files": sums}))
+            finish_saving(place, manifest.model_copy(update={"files": sums}), self.run.keep_checkpoints)
         self._barrier()
 
     def _barrier(self) -> None:

@@ -121,8 +121,11 @@ def saving_place(folder: Path, step: int) -> Path:
     return folder / f"{_SAVING}step-{step:08d}"
 
 
-def finish_saving(place: Path, manifest: Manifest) -> Path:
-    """Give a checkpoint its manifest and its name, then point ``LATEST`` at it. Returns its folder."""
+def finish_saving(place: Path, manifest: Manifest, num_kept: int = 0) -> Path:
+    """Give a checkpoint its manifest and its name, then point ``LATEST`` at it. Returns its folder.
+
+    ``num_kept``: how many of the newest stay, where it is not 0.
+    """
     write_text_atomically(place / MANIFEST, json.dumps(manifest.model_dump(mode="json")) + "\n")
     _sync_folder(place)
     folder, name = place.parent, place.name.removeprefix(_SAVING)
@@ -133,7 +136,17 @@ def finish_saving(place: Path, manifest: Manifest) -> Path:
     place.rename(target)
     _sync_folder(folder)
     write_text_atomically(folder / LATEST, target.name + "\n")
+    if num_kept:
+        _remove_old(folder, num_kept)
     return target
+
+
+def _remove_old(folder: Path, num_kept: int) -> None:
+    """Remove all but the last written; each loses its name first, so that none that is half gone looks whole."""
+    whole = sorted(folder.glob(f"step-*/{MANIFEST}"), key=lambda path: (path.stat().st_mtime_ns, path))
+    for manifest in whole[:-num_kept]:
+        gone = manifest.parent.rename(folder / f"{_SAVING}old-{manifest.parent.name}")
+        shutil.rmtree(gone, ignore_errors=True)
 
 
 def _sync_folder(folder: Path) -> None:

@@ -4,8 +4,10 @@ Sequence s of step n is a pure function of (seed, n, s), so how ranks share the 
 Validation reads the end of the data, which training then never sees.
 """
 
+import hashlib
 import random
 import sysconfig
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +17,14 @@ import torch
 from torch import Tensor
 
 from moeplan.errors import InvalidInputError
-from moeplan.executor.token_file import ID_BYTES, TokenFile, check_length, num_held_out, token_file
+from moeplan.executor.token_file import ID_BYTES, TokenFile, check_length, num_held_out, run_files
 from moeplan.plan import Plan
 from moeplan.run_config import RunConfig
 
 # Enough for a demonstration, small beside the process itself.
 _SOURCE_BYTES = 4 * 2**20
+# Four make a Feistel network of random functions a random permutation to whoever asks both ways (Luby and Rackoff).
+_FEISTEL_ROUNDS = 4
 
 
 class TokenIds(Protocol):
@@ -78,38 +82,66 @@ class FileTokens:
 
 
 @dataclass(frozen=True)
-class TokenSource:
-    """Sequences of token ids, the last ``num_held_out`` ids for validation; ``name`` is how messages call them."""
+class TokenSource(ABC):
+    """Sequences of token ids: of every step, drawn by ``seed``, and held out for validation."""
 
-    name: str
-    tokens: TokenIds
-    vocab_size: int
     seq_len: int
     seed: int
-    num_held_out: int = 0
 
-    def sequence(self, step: int, index: int) -> Tensor:
-        """``seq_len`` + 1 ids (int64): inputs and, one further, targets of sequence ``index`` of the step's batch.
+    @abstractmethod
+    def document(self, step: int, index: int, length: int) -> Tensor:
+        """``length`` + 1 ids (int64): inputs and, one further, targets of document ``index`` of a step.
 
         Raises InvalidInputError where an id does not belong to the vocabulary.
         """
-        draw = random.Random(f"{self.seed}/{step}/{index}")
-        return self._ids_at(draw.randrange(len(self.tokens) - self.num_held_out - self.seq_len))
+
+    @abstractmethod
+    def validation_document(self, index: int, length: int, total: int) -> Tensor:
+        """``length`` + 1 held-out ids of document ``index`` of ``total``; the same at every step."""
+
+    def sequence(self, step: int, index: int) -> Tensor:
+        """:meth:`document` of the length of a sequence."""
+        return self.document(step, index, self.seq_len)
 
     def batch(self, step: int, first: int, count: int) -> tuple[Tensor, Tensor]:
         """Inputs and targets of sequences ``first`` to ``first + count``, one after the other, each [count * S]."""
         return _stacked(self.sequence(step, index) for index in range(first, first + count))
 
     def validation_batch(self, first: int, count: int, total: int) -> tuple[Tensor, Tensor]:
-        """As :meth:`batch`, of ``total`` sequences spread evenly over what is held out; the same at every step."""
-        begin = len(self.tokens) - self.num_held_out
-        room = self.num_held_out - self.seq_len - 1
-        return _stacked(
-            self._ids_at(begin + room * index // max(1, total - 1)) for index in range(first, first + count)
-        )
+        """As :meth:`batch`, of ``total`` sequences of what is held out; the same at every step."""
+        return _stacked(self.validation_document(index, self.seq_len, total) for index in range(first, first + count))
 
-    def _ids_at(self, start: int) -> Tensor:
-        ids = self.tokens.read(start, self.seq_len + 1)
+
+@dataclass(frozen=True)
+class StreamSource(TokenSource):
+    """Sequences of one stream of ids, the last ``num_held_out`` for validation; ``name`` is how messages call it.
+
+    ``batch_size``: sequences of a step where each place is taken once before any comes again; 0 where a sequence may
+    begin anywhere at any time.
+    """
+
+    name: str
+    tokens: TokenIds
+    vocab_size: int
+    num_held_out: int = 0
+    batch_size: int = 0
+
+    def document(self, step: int, index: int, length: int) -> Tensor:
+        room = len(self.tokens) - self.num_held_out - length
+        if not self.batch_size:
+            return self._ids_at(random.Random(f"{self.seed}/{step}/{index}").randrange(room), length)
+        places = (room - 1) // length + 1
+        turn, place = divmod(step * self.batch_size + index, places)
+        return self._ids_at(permuted(place, places, f"{self.seed}/{turn}") * length, length)
+
+    def validation_document(self, index: int, length: int, total: int) -> Tensor:
+        """Spread evenly over what is held out."""
+        room = self.num_held_out - length - 1
+        start = len(self.tokens) - self.num_held_out + room * index // max(1, total - 1)
+        return self._ids_at(start, length)
+
+    def _ids_at(self, start: int, length: int) -> Tensor:
+        ids = self.tokens.read(start, length + 1)
         is_foreign = (ids < 0) | (ids >= self.vocab_size)
         if bool(is_foreign.any()):
             place = int(is_foreign.nonzero()[0])
@@ -121,16 +153,61 @@ class TokenSource:
         return ids
 
 
+@dataclass(frozen=True)
+class MixedSource(TokenSource):
+    """Documents of several sources, drawn by ``weights``; those for validation may have sources of their own."""
+
+    parts: tuple[TokenSource, ...]
+    weights: tuple[float, ...]
+    validation: TokenSource | None
+
+    def document(self, step: int, index: int, length: int) -> Tensor:
+        return self._drawn(f"{self.seed}/{step}/{index}/mix").document(step, index, length)
+
+    def validation_document(self, index: int, length: int, total: int) -> Tensor:
+        source = self.validation or self._drawn(f"{self.seed}/{index}/validation")
+        return source.validation_document(index, length, total)
+
+    def _drawn(self, key: str) -> TokenSource:
+        return random.Random(key).choices(self.parts, self.weights)[0]
+
+
+def permuted(index: int, size: int, key: str) -> int:
+    """Where a permutation of ``range(size)``, drawn by ``key``, takes ``index``.
+
+    A Feistel network over the next even power of two, walked along until inside: nothing as long as the data is held.
+    """
+    half = max(1, ((size - 1).bit_length() + 1) // 2)
+    while True:
+        left, right = index >> half, index & ((1 << half) - 1)
+        for turn in range(_FEISTEL_ROUNDS):
+            digest = hashlib.blake2b(f"{key}/{turn}/{right}".encode(), digest_size=8).digest()
+            left, right = right, left ^ (int.from_bytes(digest) & ((1 << half) - 1))
+        index = left << half | right
+        if index < size:
+            return index
+
+
 def open_tokens(plan: Plan, run: RunConfig) -> TokenSource:
     """The data of a run. Raises InvalidInputError for a file that is missing, unreadable or too short."""
-    if run.data:
-        found = token_file(run.data, run.data_dtype)
-        name, tokens = str(found.path), cast("TokenIds", FileTokens(found))
-    else:
-        name, tokens = "standard library sources", HeldTokens(_library_tokens())
-    check_length(name, len(tokens), run, plan.seq_len)
-    held_out = num_held_out(len(tokens), run, plan.seq_len)
-    return TokenSource(name, tokens, plan.model.vocab_size, plan.seq_len, run.seed, held_out)
+    files, validation_file = run_files(run, plan.seq_len)
+    batch_size = plan.global_batch_size if run.data_order == "shuffled" else 0
+
+    def opened(found: TokenFile | None, *, is_held_out: bool = False) -> StreamSource:
+        name, tokens = ("standard library sources", cast("TokenIds", HeldTokens(_library_tokens())))
+        if found is not None:
+            name, tokens = str(found.path), FileTokens(found)
+        else:
+            check_length(name, len(tokens), run, plan.seq_len)
+        held_out = len(tokens) if is_held_out else num_held_out(len(tokens), run, plan.seq_len)
+        return StreamSource(plan.seq_len, run.seed, name, tokens, plan.model.vocab_size, held_out, batch_size)
+
+    parts = [opened(found) for found, _ in files] or [opened(None)]
+    validation = opened(validation_file, is_held_out=True) if validation_file is not None else None
+    if len(parts) == 1 and validation is None:
+        return parts[0]
+    weights = tuple(weight for _, weight in files) or (1.0,)
+    return MixedSource(plan.seq_len, run.seed, tuple(parts), weights, validation)
 
 
 def _stacked(sequences: Iterable[Tensor]) -> tuple[Tensor, Tensor]:

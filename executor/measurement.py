@@ -130,7 +130,7 @@ def _provenance(plan: Plan, run: RunConfig, device: torch.device) -> dict[str, s
         "threads_per_process": str(torch.get_num_threads()),
         "precision": plan.precision,
         "seed": str(run.seed),
-        "data": run.data or "standard library sources",
+        "data": run.data or ", ".join(run.data_mix) or "standard library sources",
         "steps": f"{run.steps}: {run.warmup_steps_untimed} untimed first, {run.profile_steps} traced last",
     }
 

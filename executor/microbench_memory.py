@@ -7,7 +7,7 @@ not, at 1.4 times the step time.
 
 import torch
 
-from moeplan.executor.data import HeldTokens, TokenSource
+from moeplan.executor.data import HeldTokens, StreamSource
 from moeplan.executor.measure import peak_resident_bytes, reset_peak_resident, resident_bytes
 from moeplan.executor.mesh import build_mesh
 from moeplan.executor.microbench_window import Reading, Window
@@ -61,7 +61,7 @@ def _trainer(seq_len: int, mbs: int) -> Trainer:
         mbs=mbs,
         precision="fp32",
     )
-    tokens = TokenSource("random", HeldTokens(torch.randint(VOCAB_SIZE, (2**16,))), VOCAB_SIZE, seq_len, seed=0)
+    tokens = StreamSource(seq_len, 0, "random", HeldTokens(torch.randint(VOCAB_SIZE, (2**16,))), VOCAB_SIZE)
     return Trainer(plan, RunConfig(), build_mesh(plan.folding, 0), tokens, torch.device("cpu"))
 
 

@@ -7,7 +7,6 @@ all-reduces and updates everything everywhere. Each class is cut into units, one
 runs beside compute or must come and go with the layers.
 """
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -237,13 +236,3 @@ def _buffer(unit: Unit, dtypes: Dtypes, plan: Plan, copies: Copies, *, is_primar
 def gather_scalars(value: Tensor, group: Group) -> list[float]:
     """The number every rank of the group brings, in rank order. Waits for the device."""
     return [float(number) for number in all_gather_raw(value.detach().to(torch.float64).reshape(1), group).tolist()]
-
-
-def learning_rate(run: RunConfig, step: int) -> float:
-    """Linear warm-up, then a cosine down to ``min_lr_frac`` of the peak at the last step. ``step`` counts from 0."""
-    if step < run.lr_warmup_steps:
-        return run.lr * (step + 1) / run.lr_warmup_steps
-    decay_steps = max(1, run.steps - run.lr_warmup_steps)
-    progress_frac = min(1.0, (step - run.lr_warmup_steps) / decay_steps)
-    cosine = 0.5 * (1 + math.cos(math.pi * progress_frac))
-    return run.lr * (run.min_lr_frac + (1 - run.min_lr_frac) * cosine)

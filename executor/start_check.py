@@ -5,7 +5,6 @@ from pathlib import Path
 
 from moeplan.errors import InvalidInputError
 from moeplan.executor.check import (
-    check_data_file,
     check_export,
     check_graph,
     check_init_from,
@@ -15,6 +14,7 @@ from moeplan.executor.check import (
 )
 from moeplan.executor.checkpoint_files import has_checkpoint, latest_checkpoint, read_manifest
 from moeplan.executor.step_log import check_log_folder
+from moeplan.executor.token_file import run_files
 from moeplan.files import check_writable
 from moeplan.plan import Plan
 from moeplan.run_config import RunConfig
@@ -36,11 +36,10 @@ def check_start(plan: Plan, run: RunConfig, num_processes: int, out: Path) -> No
     check_supported(plan)
     check_run(run)
     check_graph(plan, run)
-    check_data_file(run, plan.seq_len)
+    run_files(run, plan.seq_len)
     check_export(plan, run)
     check_init_from(plan, run)
-    if run.skip_spikes and not run.spike_factor:
-        raise InvalidInputError("skip_spikes: got true without spike_factor", "say from what factor on a norm is one")
+    _check_pairs(run)
     _check_checkpoints(plan, run)
     if run.log_folder:
         check_log_folder(Path(run.log_folder), resume=run.resume or run.auto_resume or _is_restarted())
@@ -66,6 +65,17 @@ def shortened(run: RunConfig, first_step: int) -> RunConfig:
     if not first_step or left > run.warmup_steps_untimed + run.profile_steps:
         return run
     return run.model_copy(update={"profile_steps": 0, "warmup_steps_untimed": max(0, left - 1)})
+
+
+def _check_pairs(run: RunConfig) -> None:
+    """Settings that have no effect alone."""
+    for key, other, has_other in (
+        ("skip_spikes", "spike_factor", run.spike_factor > 0),
+        ("eval_data", "eval_every", run.eval_every > 0),
+        ("lr_cooldown_steps", "lr_schedule wsd", run.lr_schedule == "wsd"),
+    ):
+        if getattr(run, key) and not has_other:
+            raise InvalidInputError(f"{key}: got {getattr(run, key)!r} without {other}", "give both, or neither")
 
 
 def _check_checkpoints(plan: Plan, run: RunConfig) -> None:

@@ -54,16 +54,34 @@ def token_file(data: str, data_dtype: IdType) -> TokenFile:
     return TokenFile(path, data_dtype, size_bytes // width_bytes)
 
 
+def run_files(run: RunConfig, seq_len: int) -> tuple[list[tuple[TokenFile, float]], TokenFile | None]:
+    """The run's files with their shares, none for the built-in data, and that of validation where it has its own.
+
+    Raises InvalidInputError for one that is missing, broken off or too short.
+    """
+    if run.data and run.data_mix:
+        raise InvalidInputError("data_mix: got several files beside data", "put that of data into data_mix as well")
+    shares = run.data_mix or ({run.data: 1.0} if run.data else {})
+    files = [(token_file(name, run.data_dtype), share) for name, share in shares.items()]
+    for found, _ in files:
+        check_length(str(found.path), found.num_tokens, run, seq_len)
+    if not run.eval_data:
+        return files, None
+    validation = token_file(run.eval_data, run.data_dtype)
+    check_length(str(validation.path), validation.num_tokens, run.model_copy(update={"eval_every": 0}), seq_len)
+    return files, validation
+
+
 def num_held_out(num_tokens: int, run: RunConfig, seq_len: int) -> int:
-    """Ids at the end that validation has to itself: a twentieth, at least one sequence; none without validation."""
-    return max(seq_len + 1, int(num_tokens * _HELD_OUT_FRAC)) if run.eval_every else 0
+    """Ids at the end that validation has to itself: a twentieth, at least one sequence; none where it needs none."""
+    return max(seq_len + 1, int(num_tokens * _HELD_OUT_FRAC)) if run.eval_every and not run.eval_data else 0
 
 
 def check_length(name: str, num_tokens: int, run: RunConfig, seq_len: int) -> None:
     """Raise InvalidInputError unless one sequence is left to train on."""
     needed = seq_len + 1 + num_held_out(num_tokens, run, seq_len)
     if num_tokens < needed:
-        validation = " and as many for validation" if run.eval_every else ""
+        validation = " and as many for validation" if needed > seq_len + 1 else ""
         raise InvalidInputError(
             f"data {name}: {num_tokens} tokens, allowed: at least seq_len + 1 = {seq_len + 1}{validation}",
             "give more data, or a shorter sequence",

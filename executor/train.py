@@ -14,11 +14,12 @@ from moeplan.executor.data import TokenSource
 from moeplan.executor.failure import STOPPED
 from moeplan.executor.first_weights import first_weights
 from moeplan.executor.guard import SpikeGuard, check_finite, largest_tensor
+from moeplan.executor.learning_rate import learning_rate
 from moeplan.executor.measure import PeakBytes, StepTimer, StepTrace, peak_device_bytes
 from moeplan.executor.mesh import Mesh
 from moeplan.executor.micro_batch import MicroBatch, cut_micro_batch
 from moeplan.executor.model import Transformer
-from moeplan.executor.optimizer import ChainedOptimizer, learning_rate
+from moeplan.executor.optimizer import ChainedOptimizer
 from moeplan.executor.paired_weight_grad import pair_weight_grads
 from moeplan.executor.pipeline import Pipeline, embedding_group
 from moeplan.executor.power import PowerSamples
@@ -127,16 +128,21 @@ class Trainer:
         return excess
 
     def evaluate(self) -> float:
-        """Loss a token on one batch of held-out sequences, the same ones each time. Changes nothing. Collective."""
+        """Loss a token on the run's held-out batches, the same ones each time. Changes nothing. Collective."""
+        plan, num_batches = self.plan, self.run.eval_batches
+        total = plan.global_batch_size * num_batches
 
-        def micro_batch(index: int) -> MicroBatch:
-            plan = self.plan
-            first = (self.mesh.dp.index * plan.num_micro_batches + index) * plan.mbs
-            tokens, targets = self.tokens.validation_batch(first, plan.mbs, plan.global_batch_size)
-            return cut_micro_batch(self._moved(tokens), self._moved(targets), plan, self.mesh.cp)
+        def loss_of(batch: int) -> float:
+            def micro_batch(index: int) -> MicroBatch:
+                first = (self.mesh.dp.index * plan.num_micro_batches + index) * plan.mbs
+                first += batch * plan.global_batch_size
+                tokens, targets = self.tokens.validation_batch(first, plan.mbs, total)
+                return cut_micro_batch(self._moved(tokens), self._moved(targets), plan, self.mesh.cp)
 
-        loss_sum = self.pipeline.evaluate(micro_batch)[0] / self.plan.tokens_per_step
-        return sum(self._gathered(loss_sum * (self.mesh.tp.index == 0), 0.0)[0])
+            loss_sum = self.pipeline.evaluate(micro_batch)[0] / plan.tokens_per_step
+            return sum(self._gathered(loss_sum * (self.mesh.tp.index == 0), 0.0)[0])
+
+        return sum(map(loss_of, range(num_batches))) / num_batches
 
     def _gathered(self, first: torch.Tensor, second: float) -> tuple[list[float], list[float]]:
         """Two numbers of every rank of the world in one collective."""

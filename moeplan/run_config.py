@@ -19,8 +19,19 @@ class RunConfig(Record):
     seed: int = 1234
     data: str = ""
     data_dtype: Literal["uint8", "uint16", "uint32"] = "uint16"
+    data_mix: dict[str, PositiveFloat] = Field(
+        default={}, description="instead of data: several of them, each with its share of the sequences"
+    )
+    data_order: Literal["random", "shuffled"] = Field(
+        default="random", description="where a sequence begins: anywhere, or each place once before any comes again"
+    )
     lr: PositiveFloat = 1e-3
+    lr_schedule: Literal["cosine", "linear", "wsd", "constant"] = Field(
+        default="cosine", description="after the warm-up; wsd: at the peak, then down over lr_cooldown_steps"
+    )
     lr_warmup_steps: int = Field(default=5, ge=0)
+    lr_decay_steps: int = Field(default=0, ge=0, description="steps of the whole schedule; 0: those of the run")
+    lr_cooldown_steps: int = Field(default=0, ge=0, description="last steps of a wsd schedule, on which it falls")
     min_lr_frac: float = Field(default=0.1, ge=0, le=1)
     adam_beta1: float = 0.9
     adam_beta2: float = 0.95
@@ -29,6 +40,8 @@ class RunConfig(Record):
     clip_grad_norm: float = Field(default=1.0, ge=0, description="0: no clipping")
     profile_steps: int = Field(default=2, ge=0, description="steps traced at the end for time by op family")
     log_every: PositiveInt = 1
+    eval_data: str = Field(default="", description="data for validation; empty: the last twentieth of each file")
+    eval_batches: PositiveInt = Field(default=1, description="global batches of one validation")
     eval_every: int = Field(default=0, ge=0, description="steps between validations on held-out data; 0: none")
     init_from: str = Field(default="", description="folder of Hugging Face weights to begin with")
     upcycle: bool = Field(default=False, description="init_from is dense: its MLPs become the experts")
@@ -38,6 +51,7 @@ class RunConfig(Record):
     export_hf: str = Field(default="", description="folder for the trained weights as Hugging Face reads them")
     save_folder: str = Field(default="", description="of checkpoints; the last step is always saved there")
     save_every: int = Field(default=0, ge=0, description="steps between checkpoints; 0: only the last")
+    keep_checkpoints: int = Field(default=0, ge=0, description="newest ones that are kept; 0: all of them")
     save_async: bool = Field(default=False, description="write checkpoints beside training, from a copy on the host")
     resume: bool = Field(default=False, description="go on from the latest checkpoint of save_folder")
     auto_resume: bool = Field(default=False, description="resume where save_folder has a checkpoint, else begin")

@@ -186,12 +186,19 @@ def _expert_flags(plan: Plan) -> Iterator[Flag]:
     yield from ((name,) for name, is_on in switches.items() if is_on)
 
 
+_DECAY_STYLES = {"cosine": "cosine", "linear": "linear", "constant": "constant", "wsd": "WSD"}
+
+
 def _run_flags(run: RunConfig) -> Iterator[Flag]:
     yield "train-iters", str(run.steps)
     yield "lr", f"{run.lr:g}"
     yield "min-lr", f"{run.lr * run.min_lr_frac:g}"
     yield "lr-warmup-iters", str(run.lr_warmup_steps)
-    yield "lr-decay-style", "cosine"
+    yield "lr-decay-style", _DECAY_STYLES[run.lr_schedule]
+    yield "lr-decay-iters", str(run.lr_decay_steps or run.steps)
+    if run.lr_schedule == "wsd":
+        yield "lr-wsd-decay-style", "linear"
+        yield "lr-wsd-decay-iters", str(run.lr_cooldown_steps)
     yield "adam-beta1", f"{run.adam_beta1:g}"
     yield "adam-beta2", f"{run.adam_beta2:g}"
     yield "adam-eps", f"{run.adam_eps:g}"
@@ -199,6 +206,9 @@ def _run_flags(run: RunConfig) -> Iterator[Flag]:
     yield "clip-grad", f"{run.clip_grad_norm:g}"
     yield "seed", str(run.seed)
     yield ("mock-data",)
+    yield "eval-iters", str(run.eval_batches if run.eval_every else 0)
+    if run.eval_every:
+        yield "eval-interval", str(run.eval_every)
     if run.save_folder:
         yield "save", run.save_folder
         yield "load", run.save_folder

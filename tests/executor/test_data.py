@@ -3,9 +3,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from moeplan.errors import InvalidInputError
-from moeplan.executor.data import open_tokens
+from moeplan.executor.data import StreamSource, open_tokens, permuted
 from moeplan.run_config import RunConfig
 from tests.executor.cases import GQA_MODEL, tiny_plan
 
@@ -65,6 +67,7 @@ def test_unusable_files_are_refused(tmp_path: Path) -> None:
 def test_validation_has_the_end_of_the_data_to_itself(tmp_path: Path) -> None:
     path = write_tokens(tmp_path / "ids.bin", [place % 250 for place in range(1000)])
     source = open_tokens(PLAN, RunConfig(data=str(path), eval_every=5))
+    assert isinstance(source, StreamSource)
     assert source.num_held_out == 50
     starts = [source.validation_batch(index, 1, 4)[0][0].item() for index in range(4)]
     assert starts == [(950 + 33 * index // 3) % 250 for index in range(4)]
@@ -74,7 +77,7 @@ def test_validation_has_the_end_of_the_data_to_itself(tmp_path: Path) -> None:
 
 def test_without_validation_all_data_is_for_training(tmp_path: Path) -> None:
     path = write_tokens(tmp_path / "ids.bin", list(range(17)))
-    assert open_tokens(PLAN, RunConfig(data=str(path))).num_held_out == 0
+    assert open_tokens(PLAN, RunConfig(data=str(path))).sequence(0, 0).tolist() == list(range(17))
     with pytest.raises(InvalidInputError, match=r"17 tokens, .* and as many for validation"):
         open_tokens(PLAN, RunConfig(data=str(path), eval_every=1))
 
@@ -86,3 +89,45 @@ def test_a_file_that_shrinks_while_it_is_read_is_named(tmp_path: Path) -> None:
     os.truncate(path, 20)
     with pytest.raises(InvalidInputError, match=r"ids\.bin: ends before token \d+, had 1000 at the start"):
         source.sequence(0, 0)
+
+
+def test_files_give_their_shares_of_the_sequences(tmp_path: Path) -> None:
+    names = [str(write_tokens(tmp_path / f"{number}.bin", [number] * 100)) for number in (1, 2)]
+    source = open_tokens(PLAN, RunConfig(data_mix={names[0]: 3.0, names[1]: 1.0}))
+    firsts = [int(source.sequence(step, index)[0]) for step in range(100) for index in range(8)]
+    assert firsts.count(1) / len(firsts) == pytest.approx(0.75, abs=0.06)  # four standard deviations of 800 draws
+    again = open_tokens(PLAN, RunConfig(data_mix={names[0]: 3.0, names[1]: 1.0}))
+    torch.testing.assert_close(source.batch(5, 0, 8), again.batch(5, 0, 8))
+    held_out = open_tokens(PLAN, RunConfig(data_mix={names[0]: 3.0, names[1]: 1.0}, eval_every=1))
+    firsts = held_out.validation_batch(0, 200, 200)[0][::16].tolist()
+    assert firsts.count(1) / 200 == pytest.approx(0.75, abs=0.13)  # likewise of 200
+
+
+def test_validation_may_have_a_file_of_its_own(tmp_path: Path) -> None:
+    data, held_out = (write_tokens(tmp_path / name, [token] * 17) for name, token in (("a", 1), ("b", 2)))
+    source = open_tokens(PLAN, RunConfig(data=str(data), eval_data=str(held_out), eval_every=1))
+    assert set(source.batch(0, 0, 4)[0].tolist()) == {1}
+    assert set(source.validation_batch(0, 4, 4)[0].tolist()) == {2}
+    built_in = open_tokens(PLAN, RunConfig(eval_data=str(held_out), eval_every=1))
+    assert set(built_in.validation_batch(0, 4, 4)[0].tolist()) == {2}
+    assert len(set(built_in.batch(0, 0, 4)[0].tolist())) > 2
+    with pytest.raises(InvalidInputError, match=r"file not found: .*none"):
+        open_tokens(PLAN, RunConfig(data=str(data), eval_data=str(tmp_path / "none"), eval_every=1))
+    with pytest.raises(InvalidInputError, match="data_mix: got several files beside data"):
+        open_tokens(PLAN, RunConfig(data=str(data), data_mix={str(held_out): 1.0}))
+
+
+def test_shuffled_data_takes_every_place_once_in_a_turn(tmp_path: Path) -> None:
+    path = write_tokens(tmp_path / "ids.bin", list(range(12 * 16 + 5)))
+    source = open_tokens(PLAN, RunConfig(data=str(path), data_order="shuffled"))
+    firsts = [int(source.sequence(step, index)[0]) for step in range(3) for index in range(8)]
+    turns = firsts[:12], firsts[12:]
+    assert [sorted(turn) for turn in turns] == [list(range(0, 192, 16))] * 2
+    assert turns[0] != turns[1] != sorted(turns[1])
+    other = open_tokens(PLAN, RunConfig(data=str(path), data_order="shuffled", seed=1))
+    assert [int(other.sequence(0, index)[0]) for index in range(8)] != firsts[:8]
+
+
+@given(st.integers(1, 300), st.text(max_size=5))
+def test_a_permutation_takes_each_number_to_another(size: int, key: str) -> None:
+    assert sorted(permuted(index, size, key) for index in range(size)) == list(range(size))

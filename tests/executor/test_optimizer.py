@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 
-from moeplan.executor.optimizer import learning_rate
 from moeplan.run_config import RunConfig
 from tests.executor.cases import GQA_MODEL, build_trainer, tiny_plan
 
@@ -62,13 +61,3 @@ def test_bf16_weights_follow_fp32_main_weights() -> None:
     assert trainer.optimizer.weight_bytes == 2 * num_elements
     assert trainer.optimizer.grad_bytes == 4 * num_elements
     assert trainer.optimizer.state_bytes == 12 * num_elements
-
-
-def test_learning_rate_rises_linearly_and_falls_as_a_cosine() -> None:
-    run = RunConfig(steps=30, lr=1.0, lr_warmup_steps=10, min_lr_frac=0.2)
-    rates = [learning_rate(run, step) for step in range(31)]
-    assert rates[:10] == pytest.approx([0.1 * step for step in range(1, 11)])
-    assert rates[10] == 1.0
-    assert rates[20] == pytest.approx(0.6)
-    assert rates[30] == pytest.approx(0.2)
-    assert learning_rate(RunConfig(lr=1.0, lr_warmup_steps=0), 0) == 1.0

@@ -41,10 +41,22 @@ def test_checkpoints_of_another_run_are_not_mixed_with_new_ones(tmp_path: Path) 
     assert "resume" in caught.value.hint
 
 
-def test_skipping_spikes_that_nobody_looks_for_is_refused(tmp_path: Path) -> None:
-    check(tmp_path, skip_spikes=True, spike_factor=3)
-    with pytest.raises(InvalidInputError, match="skip_spikes: got true without spike_factor"):
-        check(tmp_path, skip_spikes=True)
+@pytest.mark.parametrize(
+    "alone, other",
+    [
+        ({"skip_spikes": True}, {"spike_factor": 3.0}),
+        ({"lr_cooldown_steps": 3}, {"lr_schedule": "wsd"}),
+        ({"eval_data": "DATA"}, {"eval_every": 3}),
+    ],
+)
+def test_a_setting_that_does_nothing_alone_is_refused(
+    tmp_path: Path, alone: dict[str, Any], other: dict[str, Any]
+) -> None:
+    (tmp_path / "data").write_bytes(bytes(100))
+    alone = {key: str(tmp_path / "data") if value == "DATA" else value for key, value in alone.items()}
+    check(tmp_path, **alone, **other)
+    with pytest.raises(InvalidInputError, match=f"{next(iter(alone))}: got .* without {next(iter(other))}"):
+        check(tmp_path, **alone)
 
 
 def test_a_run_goes_on_where_it_may_and_there_is_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,6 +129,12 @@ def test_validation_changes_nothing_and_falls_with_training() -> None:
     assert f"step 10/24  validation loss {losses[0]:.4f}" in lines
 
 
+def test_several_batches_of_validation_are_one_large_one() -> None:
+    twice = build_trainer(0, tiny_plan(GQA_MODEL, 1), RunConfig(eval_every=1, eval_batches=2))
+    large = build_trainer(0, tiny_plan(GQA_MODEL, 1, global_batch_size=16), RunConfig(eval_every=1))
+    assert twice.evaluate() == pytest.approx(large.evaluate(), rel=1e-12)
+
+
 def test_validation_leaves_the_expert_bias_and_its_counts_alone() -> None:
     trainer = build_trainer(0, tiny_plan(MLA_MODEL, 1), RunConfig(eval_every=1))
     first, again = trainer.evaluate(), trainer.evaluate()

@@ -57,6 +57,20 @@ def test_each_choice_of_a_plan_has_its_flag(change: dict[str, object], flag: str
     assert f"  {flag}" in script
 
 
+@pytest.mark.parametrize(
+    "run, flags",
+    [
+        ({}, ["--lr-decay-style cosine", "--lr-decay-iters 50", "--eval-iters 0"]),
+        ({"lr_schedule": "wsd", "lr_cooldown_steps": 9}, ["--lr-decay-style WSD", "--lr-wsd-decay-iters 9"]),
+        ({"lr_decay_steps": 70, "eval_every": 5}, ["--lr-decay-iters 70", "--eval-interval 5", "--eval-iters 1"]),
+    ],
+)
+def test_settings_of_the_run_have_their_flags(run: dict[str, object], flags: list[str]) -> None:
+    one = job()
+    (script,) = export(ExportJob(one.plan, RunConfig.model_validate(run), one.profile), "megatron-lm").values()
+    assert set(flags) <= {line.strip(" \\") for line in script.splitlines()}
+
+
 # One legal value of each, of a model with MLA, shared experts and MTP on tp 2, cp 2, ep 8 in FP8.
 OTHERWISE: dict[str, object] = {
     "seq_len": 8192,
