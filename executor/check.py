@@ -30,14 +30,6 @@ def check_supported(plan: Plan) -> None:
 def _plan_limits(plan: Plan) -> Iterator[tuple[str, object, str, str]]:
     if plan.precision != "fp64" and plan.moment_dtype == "fp64":
         yield "moment_dtype", plan.moment_dtype, "fp32, bf16 and fp8 Adam moments", "use fp32"
-    if plan.main_weight_remainders or plan.moment_dtype == "fp8":
-        allowed = "fp8 moments and main_weight_remainders with all states on the device"
-        if plan.offload_optimizer_states:
-            yield "offload_optimizer_states", "true", allowed, "leave it out"
-        if plan.optimizer_cpu_frac:
-            yield "optimizer_cpu_frac", plan.optimizer_cpu_frac, allowed, "leave it out"
-    if plan.moment_dtype == "fp8" and plan.fp8_primary_weights:
-        yield "moment_dtype", plan.moment_dtype, "fp32 and bf16 moments beside fp8_primary_weights", "use bf16"
     if plan.model.moe is not None and plan.dispatcher == "flex":
         yield from _library_limits(plan)
     if plan.dispatch_sms and (plan.dispatcher, plan.flex_backend == "torch") != ("flex", False):

@@ -7,9 +7,10 @@ all-reduces and updates everything everywhere. Each class is cut into units, one
 runs beside compute or must come and go with the layers.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 
 import torch
@@ -23,6 +24,7 @@ from moeplan.executor.fsdp import ShardedBuffer
 from moeplan.executor.mesh import Group, Mesh
 from moeplan.executor.model import Transformer
 from moeplan.executor.optimizer_state import DecaySpan, HostPart, OffloadedPart, StatePart
+from moeplan.executor.packed_on_host import OffloadedPackedPart, PackedHostPart
 from moeplan.executor.packed_states import PackedPart
 from moeplan.executor.primary_weights import PrimaryBuffer, split_quantized
 from moeplan.executor.quantized import QuantizedWeight, quantized_of
@@ -53,11 +55,9 @@ class ClassOptimizer:
     def _parts(self, plan: Plan) -> list[StatePart]:
         """What is updated on the host, and the rest."""
         weights, size = self.buffer.updated_weights, self.updated.size
-        if plan.main_weight_remainders or plan.moment_dtype == "fp8":
-            return [PackedPart(Span(0, size), weights, self.dtypes, has_remainders=plan.main_weight_remainders)]
         cut = round(plan.optimizer_cpu_frac * size)
-        on_device = OffloadedPart if plan.offload_optimizer_states else StatePart
-        kinds = ((HostPart, Span(0, cut)), (on_device, Span(cut, size)))
+        on_device, on_host = _part_kinds(plan)
+        kinds = ((on_host, Span(0, cut)), (on_device, Span(cut, size)))
         return [kind(span, span.inside(weights), self.dtypes) for kind, span in kinds if span.size]
 
     def reduce_grads(self) -> None:
@@ -122,6 +122,17 @@ class ClassOptimizer:
         """Both moments, and main weights where they are a copy of their own, as far as they stay on the device."""
         main_bytes = self.buffer.updated_weights.nbytes if self.buffer.holds_main else 0
         return main_bytes + sum(part.device_bytes for part in self.parts)
+
+
+def _part_kinds(plan: Plan) -> tuple[Callable[[Span, Tensor, Dtypes], StatePart], ...]:
+    """What holds states that are updated on the device, and those updated on the host."""
+    if plan.main_weight_remainders or plan.moment_dtype == "fp8":
+        on_device = OffloadedPackedPart if plan.offload_optimizer_states else PackedPart
+        with_remainders = plan.main_weight_remainders
+        return partial(on_device, has_remainders=with_remainders), partial(
+            PackedHostPart, has_remainders=with_remainders
+        )
+    return OffloadedPart if plan.offload_optimizer_states else StatePart, HostPart
 
 
 class ChainedOptimizer:

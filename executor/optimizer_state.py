@@ -76,26 +76,74 @@ class StatePart:
             adam_(state, decayed)
 
 
+class Moving:
+    """Tensors whose values wait on the host, without memory on the device, and come back on a stream of their own."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.tensors, self.is_here = list(tensors), True
+        self.device = self.tensors[0].device
+        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self.host = [host_tensor(one) for one in self.tensors]
+
+    def fetch(self) -> None:
+        """Begin to bring them to the device."""
+        if self.is_here:
+            return
+        for one, host in zip(self.tensors, self.host, strict=True):
+            one.untyped_storage().resize_(host.nbytes)
+        self._copy(self.tensors, self.host)
+        self.is_here = True
+
+    def wait(self) -> None:
+        """Let what follows on the device find what is under way to it."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self._stream)
+
+    def send_away(self) -> None:
+        """Copy them to the host and free their memory here."""
+        if not self.is_here:
+            return
+        self._copy(self.host, self.tensors)
+        for one in self.tensors:
+            if self._stream is not None:
+                one.record_stream(self._stream)  # its memory is free for others once the copy is made
+            one.untyped_storage().resize_(0)
+        self.is_here = False
+
+    def wait_on_host(self) -> None:
+        """Wait until what went away has arrived."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def _copy(self, targets: list[Tensor], sources: list[Tensor]) -> None:
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with scope("optimizer"), torch.cuda.stream(self._stream):
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source, non_blocking=True)
+
+
 class OffloadedPart(StatePart):
     """States wait on the host while layers run, and come back for the step (report section 1.2)."""
 
     def __init__(self, span: Span, weights: Tensor, dtypes: Dtypes) -> None:
         super().__init__(span, weights, dtypes)
-        self._here = [self.main, self.first, self.second] if self.has_main else [self.first, self.second]
-        self._stream = torch.cuda.Stream(weights.device) if weights.is_cuda else None
-        self._host = [host_tensor(flat) for flat in self._here]
-        self._is_here = True
-        self.send_away()
+        moments = (self.first, self.second)
+        self._moving = Moving((self.main, *moments) if self.has_main else moments)
+        self._moving.send_away()
 
     @property
     def flats(self) -> dict[str, Tensor]:
         """Each kind of state, where its values are now."""
-        if self._is_here:
+        if self._moving.is_here:
             return super().flats
-        if self._stream is not None:
-            self._stream.synchronize()
-        main = self._host[0] if self.has_main else self.main
-        return {"weight": main, "first_moment": self._host[-2], "second_moment": self._host[-1]}
+        self._moving.wait_on_host()
+        host = self._moving.host
+        return {
+            "weight": host[0] if self.has_main else self.main,
+            "first_moment": host[-2],
+            "second_moment": host[-1],
+        }
 
     @property
     def device_bytes(self) -> int:
@@ -104,38 +152,18 @@ class OffloadedPart(StatePart):
 
     def fetch(self) -> None:
         """Begin to bring the states to the device."""
-        if self._is_here:
-            return
-        for flat, host in zip(self._here, self._host, strict=True):
-            flat.untyped_storage().resize_(host.nbytes)
-        self._copy(self._here, self._host)
-        self._is_here = True
+        self._moving.fetch()
 
     def step(self, grads: Tensor, decays: Sequence[DecaySpan], options: AdamOptions) -> None:
         """Wait for the states, update, and send them away again."""
         self.fetch()
-        if self._stream is not None:
-            torch.cuda.current_stream(self.weights.device).wait_stream(self._stream)
+        self._moving.wait()
         super().step(grads, decays, options)
         self.send_away()
 
     def send_away(self) -> None:
         """Copy the states to the host and free their memory here."""
-        if not self._is_here:
-            return
-        self._copy(self._host, self._here)
-        for flat in self._here:
-            if self._stream is not None:
-                flat.record_stream(self._stream)  # its memory is free for others once the copy is made
-            flat.untyped_storage().resize_(0)
-        self._is_here = False
-
-    def _copy(self, targets: list[Tensor], sources: list[Tensor]) -> None:
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self.weights.device))
-        with scope("optimizer"), torch.cuda.stream(self._stream):
-            for target, source in zip(targets, sources, strict=True):
-                target.copy_(source, non_blocking=True)
+        self._moving.send_away()
 
 
 class HostPart(StatePart):

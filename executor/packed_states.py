@@ -26,8 +26,8 @@ class Packed(Protocol):
     """One kind of state of some elements. Spans begin at multiples of BLOCK."""
 
     @property
-    def num_bytes(self) -> int:
-        """What it takes of the device's memory."""
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What is stored."""
         ...
 
     def unpack(self, span: Span) -> Tensor:
@@ -43,7 +43,7 @@ class PlainValues:
     """Kept as they are."""
 
     def __init__(self, values: Tensor) -> None:
-        self.values, self.num_bytes = values, values.nbytes
+        self.values, self.tensors = values, (values,)
 
     def unpack(self, span: Span) -> Tensor:
         """The values themselves."""
@@ -61,7 +61,7 @@ class Remainders:
 
     def __init__(self, weights: Tensor) -> None:
         self.weights, self.left = weights, torch.zeros(weights.shape, dtype=torch.int16, device=weights.device)
-        self.num_bytes = self.left.nbytes
+        self.tensors = (self.left,)
 
     def unpack(self, span: Span) -> Tensor:
         """The fp32 values, exact."""
@@ -82,7 +82,7 @@ class Fp8Blocks:
     def __init__(self, num_elements: int, device: torch.device, *, is_square: bool) -> None:
         self.codes = torch.zeros(num_elements, dtype=torch.uint8, device=device)
         self.scales = torch.ones(-(-num_elements // BLOCK), device=device)
-        self.is_square, self.num_bytes = is_square, self.codes.nbytes + self.scales.nbytes
+        self.is_square, self.tensors = is_square, (self.codes, self.scales)
 
     def unpack(self, span: Span) -> Tensor:
         """The values in fp32."""
@@ -140,8 +140,13 @@ class PackedPart(StatePart):
     @property
     def device_bytes(self) -> int:
         """What the states take of the device's memory."""
+        return sum(one.nbytes for one in self.own)
+
+    @property
+    def own(self) -> tuple[Tensor, ...]:
+        """What is stored here and nowhere else: not main weights that are the weights themselves."""
         main, first, second = self.states
-        return main.num_bytes * self.has_main + first.num_bytes + second.num_bytes
+        return (*(main.tensors if self.has_main else ()), *first.tensors, *second.tensors)
 
     def begin_loading(self) -> None:
         """Let :attr:`flats` be what is written to until :meth:`take_loaded`."""
@@ -150,15 +155,15 @@ class PackedPart(StatePart):
     def take_loaded(self, num_steps: int) -> None:
         """As :meth:`StatePart.take_loaded`."""
         self.num_steps.fill_(num_steps)
-        flats, self._loading = self.flats, None
-        for one, values in zip(self.states, flats.values(), strict=True):
-            one.pack(Span(0, self.span.size), values)
-        self._write_weights(Span(0, self.span.size), flats["weight"])
+        loaded, self._loading = self.flats, None
+        for one, values in zip(self.states, loaded.values(), strict=True):
+            one.pack(Span(0, self.span.size), values.to(self.weights.device))
+        self._write_weights(Span(0, self.span.size), loaded["weight"])
 
     def step(self, grads: Tensor, decays: Sequence[DecaySpan], options: AdamOptions) -> None:
         """One update by the gradients of everything that the optimizer updates."""
         self.num_steps += 1
-        for chunk in self._chunks():
+        for chunk in chunks(self.span.size):
             main, first, second = (one.unpack(chunk) for one in self.states)
             shift = self.span.start + chunk.start
             for span, decayed in cut_by_decay(decays, Span(shift, self.span.start + chunk.end), options):
@@ -173,6 +178,8 @@ class PackedPart(StatePart):
         if self.has_main and not self.has_remainders:
             span.inside(self.weights).copy_(main)
 
-    def _chunks(self) -> Iterator[Span]:
-        for start in range(0, self.span.size, CHUNK):
-            yield Span(start, min(start + CHUNK, self.span.size))
+
+def chunks(num_elements: int) -> Iterator[Span]:
+    """Stretches that are unpacked at once."""
+    for start in range(0, num_elements, CHUNK):
+        yield Span(start, min(start + CHUNK, num_elements))

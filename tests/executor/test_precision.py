@@ -196,6 +196,27 @@ def test_ranks_quantize_their_parts_of_primary_weights_as_a_whole(
     assert [one.losses for one in primary] == [one.losses for one in copied]
 
 
+def test_primary_weights_train_beside_fp8_moments(tmp_path: Path) -> None:
+    plans = [
+        low_plan(GQA, 1, precision="fp8_current", moment_dtype="fp8", fp8_primary_weights=is_primary)
+        for is_primary in (False, True)
+    ]
+    copied, primary = (run_steps(0, plan, UNCLIPPED, 3).losses for plan in plans)
+    assert primary == pytest.approx(copied, rel=1e-3)  # blocks of moments begin elsewhere
+    run = UNCLIPPED.model_copy(update={"save_folder": str(tmp_path)})
+    trainer = build_trainer(0, plans[1], run)
+    num_elements = sum(one.buffer.num_elements for one in trainer.optimizer.classes)
+    scales = 4 * 2 * (num_elements / 128 + len(trainer.optimizer.classes))
+    assert 6 * num_elements <= trainer.optimizer.state_bytes <= 6 * num_elements + scales
+    losses = [trainer.step(0).loss, trainer.step(1).loss]
+    assert trainer.checkpoints is not None
+    trainer.checkpoints.save(2)
+    trainer.checkpoints.wait()
+    again = build_trainer(0, plans[1], run.model_copy(update={"resume": True}))
+    again.resume()
+    assert [*losses, again.step(2).loss] == pytest.approx(primary, rel=1e-5)
+
+
 @pytest.mark.parametrize("before,after", [(False, True), (True, False)])
 def test_a_run_goes_on_with_or_without_primary_weights(tmp_path: Path, before: bool, after: bool) -> None:
     def trainer(run: RunConfig, *, is_primary: bool) -> Trainer:
