@@ -19,13 +19,12 @@ from moeplan.files import check_writable
 from moeplan.plan import Plan
 from moeplan.run_config import RunConfig
 
-# How often torchrun has started its workers anew (--max-restarts).
 _RESTARTS_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
 
 
 def settled(run: RunConfig) -> RunConfig:
     """The run with ``resume`` decided: ``auto_resume``, and workers started anew, go on where there is a checkpoint."""
-    if run.resume or not run.save_folder or not (run.auto_resume or _is_restarted()):
+    if run.resume or not run.save_folder or not (run.auto_resume or num_restarts()):
         return run
     return run.model_copy(update={"resume": has_checkpoint(Path(run.save_folder))})
 
@@ -42,7 +41,7 @@ def check_start(plan: Plan, run: RunConfig, num_processes: int, out: Path) -> No
     _check_pairs(run)
     _check_checkpoints(plan, run)
     if run.log_folder:
-        check_log_folder(Path(run.log_folder), resume=run.resume or run.auto_resume or _is_restarted())
+        check_log_folder(Path(run.log_folder), resume=run.resume or run.auto_resume or num_restarts() > 0)
     check_writable(out)
     folders = (run.save_folder, run.log_folder, run.export_hf, run.record_routing)
     for folder in filter(None, folders):
@@ -89,5 +88,6 @@ def _check_checkpoints(plan: Plan, run: RunConfig) -> None:
         )
 
 
-def _is_restarted() -> bool:
-    return int(os.environ.get(_RESTARTS_VARIABLE, "0")) > 0
+def num_restarts() -> int:
+    """How often torchrun has started the ranks anew (``--max-restarts``)."""
+    return int(os.environ.get(_RESTARTS_VARIABLE, "0"))

@@ -15,10 +15,12 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
 
 from moeplan.errors import InvalidInputError, MoeplanError, OutOfMemoryError
 from moeplan.executor.check import check_world
@@ -40,7 +42,7 @@ from moeplan.executor.measure import reset_peak_resident, resident_bytes
 from moeplan.executor.measurement import make_figures, measure_rank
 from moeplan.executor.mesh import plan_mesh
 from moeplan.executor.out_of_memory import HINT, is_out_of_memory, memory_explained
-from moeplan.executor.start_check import check_start, settled
+from moeplan.executor.start_check import check_start, num_restarts, settled
 from moeplan.executor.step_log import StepLog
 from moeplan.executor.train import Trainer, TrainingRecord, train
 from moeplan.executor.watchdog import Watchdog, end_process
@@ -133,7 +135,7 @@ def _train(trainer: Trainer, rank: int, resident_before_bytes: float) -> Trainin
 def _watchdog(trainer: Trainer, rank: int) -> Watchdog:
     """A store of its own: the one of the process group may be in use by a collective that hangs."""
     store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    return Watchdog(trainer, store, trainer.run.hang_timeout_s, partial(end_process, rank))
+    return Watchdog(trainer, PrefixStore(_start_name(), store), trainer.run.hang_timeout_s, partial(end_process, rank))
 
 
 def _world() -> tuple[int, int]:
@@ -159,10 +161,17 @@ def _device(rank: int) -> torch.device:
 
 
 def _start_processes(device: torch.device) -> None:
+    store, rank, world_size = next(rendezvous("env://"))
+    # torchrun's own store outlives a restart, with the addresses of the ranks that ended.
+    group: dict[str, Any] = {"store": PrefixStore(_start_name(), store), "rank": rank, "world_size": world_size}
     if device.type == "cuda":
-        dist.init_process_group("nccl", device_id=device)
+        dist.init_process_group("nccl", device_id=device, **group)
     else:
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo", **group)
+
+
+def _start_name() -> str:
+    return f"moeplan/start-{num_restarts()}"
 
 
 def _stop_at_sigterm(trainer: Trainer) -> None:

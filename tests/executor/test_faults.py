@@ -21,7 +21,7 @@ from moeplan.results import Figures
 from tests.executor.cases import GQA_MODEL, tiny_plan
 from tests.executor.run_files import files
 from tests.executor.test_export_hf import WIDE
-from tests.executor.test_launch import LAUNCH, ROOT
+from tests.executor.test_launch import LAUNCH, ROOT, free_port
 
 PLAN = tiny_plan(GQA_MODEL, 2, ep=2, precision="fp32")
 EXPORTED = tiny_plan(WIDE, 2, ep=2, precision="fp32")
@@ -160,3 +160,21 @@ def test_a_resumed_run_takes_the_few_steps_that_are_left_and_exports_when_none_i
     assert not launch(*files(tmp_path, EXPORTED, **exported), 2)
     assert (tmp_path / "hf" / "config.json").exists()
     assert not paths[2].exists()
+
+
+@pytest.mark.slow
+def test_ranks_that_torchrun_starts_anew_go_on_from_the_last_checkpoint(tmp_path: Path) -> None:
+    run = {"steps": 30, "save_folder": str(tmp_path / "saved"), "save_every": 2, "log_folder": str(tmp_path / "log")}
+    plan_path, run_path, out = files(tmp_path, PLAN, **run)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1"]
+    command += ["--master-addr=127.0.0.1", f"--master-port={free_port()}", "-m", "moeplan.executor.worker"]
+    command += [str(plan_path), "--run-config", str(run_path), "--out", str(out)]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as agent:
+        read_steps(agent, 5)
+        workers(agent)[1].kill()
+        _, text = agent.communicate(timeout=300)
+    assert agent.returncode == 0, text
+    assert "step 1/30" not in text
+    steps = [line.split(",")[0] for line in (tmp_path / "log" / "steps.csv").read_text(encoding="utf-8").splitlines()]
+    assert steps == ["step", *map(str, range(1, 31))]
+    assert out.exists()

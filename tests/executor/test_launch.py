@@ -83,9 +83,7 @@ def test_what_cannot_work_is_refused_before_anything_starts(tmp_path: Path, monk
 
 
 def test_hosts_meet_and_the_one_of_rank_0_has_the_measurement(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    endpoint = f"127.0.0.1:{free_port()}"
     hosts = [files_in(tmp_path / name) for name in ("first", "second")]
     lines: list[list[str]] = [[], []]
 
@@ -99,6 +97,12 @@ def test_hosts_meet_and_the_one_of_rank_0_has_the_measurement(tmp_path: Path) ->
     assert [len(some) for some in lines] == [7 * has for has in has_measured]
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
 def files_in(folder: Path) -> tuple[Path, Path, Path]:
     folder.mkdir()
     return files(folder, PLAN, steps=7, log_folder=str(folder / "log"))
@@ -110,6 +114,8 @@ def test_hosts_that_cannot_share_the_plan_are_refused(tmp_path: Path) -> None:
         launch(*paths, 2, rendezvous=Rendezvous(3, "a:1"))
     with pytest.raises(InvalidInputError, match="rdzv-endpoint: got 'node0', allowed: host:port"):
         launch(*paths, 2, rendezvous=Rendezvous(2, "node0"))
+    with pytest.raises(InvalidInputError, match="rdzv-endpoint: got 'node0:99999', allowed: host:port"):
+        launch(*paths, 2, rendezvous=Rendezvous(2, "node0:99999"))
 
 
 def test_a_rank_that_meets_a_foreign_token_says_so(tmp_path: Path) -> None:
