@@ -52,6 +52,14 @@ class CaseSetting:
     is_stand_in: bool
     memory_frac: float = 1.0  # of the device, where something else holds the rest
     has_expandable_segments: bool = True
+    is_between_hosts: bool = False
+
+    def machine(self, profile: HardwareProfile, num_gpus: int) -> HardwareProfile:
+        """The profile, in hosts of half the GPUs where the case says that there are several."""
+        if not self.is_between_hosts or num_gpus > profile.scale_up_domain_gpus.value:
+            return profile
+        domain = profile.scale_up_domain_gpus.model_copy(update={"value": max(1, num_gpus // 2)})
+        return profile.model_copy(update={"scale_up_domain_gpus": domain})
 
 
 def setting_of(row: PublishedRow) -> CaseSetting:
@@ -66,6 +74,7 @@ def setting_of(row: PublishedRow) -> CaseSetting:
         is_stand_in=is_stand_in,
         memory_frac=1 - int(reserved[1]) / 100 if reserved else 1.0,
         has_expandable_segments="no allocator env" not in notes,
+        is_between_hosts="internode" in row.text("expected"),
     )
 
 

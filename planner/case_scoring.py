@@ -105,7 +105,7 @@ def _judge(row: PublishedRow) -> CaseScore:
         plan = plan_of_case(row, setting, stack, profile)
     except InvalidInputError as error:
         return CaseScore(row, REFUSED, error.message.removeprefix("plan: "))
-    problem = _refusal(plan, stack, profile)
+    problem = _refusal(plan, stack, setting.machine(profile, plan.num_gpus))
     if problem:
         return CaseScore(row, REFUSED, problem)
     if row.id.startswith("C"):

@@ -16,6 +16,8 @@ from moeplan.simulator.stack_defaults import DefaultRule, Features, Setting, fea
 from moeplan.simulator.stack_time import StackTime
 from moeplan.vocabulary import CpComm, CudaGraphScope, PrecisionName, RecomputeModule
 
+# DeepEP's exchange between hosts presumes as many NVLink peers in each (DeepEP issues 90, 104, 464).
+NODE_GPUS = 8
 STACK_FOLDER = Path(__file__).parent / "stacks"
 
 Feature = Literal[
@@ -150,8 +152,15 @@ class SoftwareStack(Record):
     def failures(self, model: ModelSpec, point: Point, profile: HardwareProfile) -> Iterator[tuple[str, str]]:
         """Known failures that the point would meet on this machine, as (key, what and where it is reported)."""
         crosses = point.ep * point.etp > profile.scale_up_domain_gpus.value
+        backend = self.dispatch_backend(point)
+        if model.moe is not None and backend == "deepep" and crosses and profile.scale_up_domain_gpus.value < NODE_GPUS:
+            found = f"{profile.name} has {profile.scale_up_domain_gpus.value:g} in one"
+            yield (
+                "dispatcher",
+                f"DeepEP between hosts needs {NODE_GPUS} GPUs in an NVLink domain, {found}: take alltoall",
+            )
         for known in self.known_failures:
-            is_met = known.backend == self.dispatch_backend(point) and profile.name in known.hardware
+            is_met = known.backend == backend and profile.name in known.hardware
             if model.moe is not None and is_met and (crosses or not known.across_domains):
                 where = f"{profile.name} (NVLink domain of {profile.scale_up_domain_gpus.value:g} GPUs)"
                 yield "dispatcher", f"{known.backend} with ep {point.ep} on {where}: {known.ref}"

@@ -27,6 +27,7 @@ def test_verdict_is_the_reported_one(name: str) -> None:
         ("C04.1", "has 64 decoder layers"),
         ("C08.2", "ep 48 does not divide the 128 experts"),
         ("C09.1", "refuses ep 2 below tp 4"),
+        ("C11.2", "needs 8 GPUs in an NVLink domain"),
         ("C11.3", "DeepEP has kernels for ep x etp of 2, 4, 8"),
         ("C12.1", "at most 8144 across nodes, got 8192"),
         ("C14.1", "deepep with ep 16 on b300"),

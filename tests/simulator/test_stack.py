@@ -121,3 +121,18 @@ def test_without_grouped_gemm_is_one_kernel_an_expert() -> None:
     assert (single.kind, single.num_kernels, single.num_groups) == ("gemm", 16, 16)
     assert (single.flops, single.hbm_bytes) == (grouped.flops, grouped.hbm_bytes)
     assert ops["single"]["expert_act"].num_kernels == 16
+
+
+def test_deepep_between_hosts_needs_eight_peers_in_each() -> None:
+    plan = Plan(
+        model=load_model("qwen3-30b-a3b"), hardware="h100", num_gpus=16, ep=16, seq_len=4096, global_batch_size=16,
+        dispatcher="flex", flex_backend="deepep",
+    )  # fmt: skip
+    stack, whole = load_stack("megatron-bridge-26.08"), load_profile("h100")
+    four = whole.scale_up_domain_gpus.model_copy(update={"value": 4})
+    small = whole.model_copy(update={"scale_up_domain_gpus": four})
+    assert not list(stack.failures(plan.model, plan.point, whole))
+    ((key, problem),) = stack.failures(plan.model, plan.point, small)
+    assert (key, "needs 8 GPUs in an NVLink domain" in problem) == ("dispatcher", True)
+    inside = plan.replace(ep=4)
+    assert not list(stack.failures(inside.model, inside.point, small))
