@@ -16,7 +16,7 @@ from moeplan.hwprofiles.load import profile_names
 from moeplan.hwprofiles.schema import HardwareProfile
 from moeplan.model_spec import ModelSpec
 from moeplan.plan import Plan
-from moeplan.planner.published_plan import find_stack
+from moeplan.planner.published_names import find_stack
 from moeplan.planner.published_rows import CellError, PublishedRow
 from moeplan.presets import load_model
 from moeplan.simulator.stack import SoftwareStack

@@ -10,70 +10,22 @@ from typing import Any, get_args
 
 from moeplan.errors import InvalidInputError
 from moeplan.files import short, validate
-from moeplan.hwprofiles.load import profile_names
-from moeplan.hwprofiles.schema import DispatchBackend, HardwareProfile
+from moeplan.hwprofiles.schema import HardwareProfile
 from moeplan.layout import balanced_layout
 from moeplan.model_spec import ModelSpec
 from moeplan.plan import Plan
+from moeplan.planner.published_names import backend_name, parts_of, precision_name, routing_name
 from moeplan.planner.published_rows import CellError, PublishedRow
 from moeplan.presets import load_model
-from moeplan.simulator.stack import SoftwareStack, stack_names
+from moeplan.simulator.stack import SoftwareStack
 from moeplan.simulator.stack_defaults import Features
 from moeplan.vocabulary import PARTIAL_GRAPH, PRECISIONS, CudaGraphScope, OffloadModule, RecomputeModule
 
 GRAPH_SCOPES: tuple[str, ...] = get_args(CudaGraphScope)
 RECOMPUTE_MODULES: tuple[str, ...] = get_args(RecomputeModule)
 OFFLOAD_MODULES: tuple[str, ...] = get_args(OffloadModule)
-ROUTINGS = {"": "balanced", "forced-balance": "balanced", "natural": "natural", "token-drop": "drop"}
 # torchtitan's selective checkpointing keeps every other GEMM's output; that of the MLP is the nearest module.
 SELECTIVE_CHECKPOINTING = "mlp"
-
-
-def find_stack(written: str) -> str:
-    """The stack of a table's name: itself, its release without the point release, or the last earlier release.
-
-    Raises CellError for an engine that moeplan has no stack of.
-    """
-    names = stack_names()
-    if written in names:
-        return written
-    match = re.fullmatch(r"(.+?)-(\d+(?:\.\d+)*)", written)
-    engine, release = (match[1], _release(match[2])) if match else (written, ())
-    releases = sorted(
-        (_release(name.removeprefix(f"{engine}-")), name)
-        for name in names
-        if re.fullmatch(rf"{re.escape(engine)}-\d+(\.\d+)*", name)
-    )
-    earlier = [name for known, name in releases if known <= release]
-    if not earlier:
-        raise CellError("stack", f"no stack of {short(written)}, allowed: {', '.join(names)}")
-    return earlier[-1]
-
-
-def stack_name(row: PublishedRow) -> str:
-    """The stack of a row.
-
-    A run noted as eager takes its engine's stack without compilation, one of adapters that of frozen weights, where
-    there is one.
-    """
-    found = find_stack(row.text("stack"))
-    engine, _, release = found.rpartition("-")
-    kind = "lora" if row.text("task") == "lora" else "eager" if re.match(r"eager\b", row.text("notes")) else ""
-    variant = f"{engine}-{kind}-{release}"
-    return variant if variant in stack_names() else found
-
-
-def _release(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split("."))
-
-
-def hardware_name(row: PublishedRow) -> str:
-    """The profile's name of the row's GPU. Raises CellError."""
-    written = row.text("gpu")
-    name = written.lower()
-    if name not in profile_names():
-        raise CellError("gpu", f"no hardware profile of {short(written)}, allowed: {', '.join(profile_names())}")
-    return name
 
 
 def plan_of(row: PublishedRow, stack: SoftwareStack, profile: HardwareProfile) -> Plan:
@@ -83,9 +35,7 @@ def plan_of(row: PublishedRow, stack: SoftwareStack, profile: HardwareProfile) -
     task = row.text("task")
     if task not in tasks:
         raise CellError("task", f"got {short(task)}, stack {stack.name} allows {', '.join(filter(None, tasks))}")
-    precision = row.text("precision")
-    if precision not in PRECISIONS:
-        raise CellError("precision", f"got {short(precision)}, allowed: {', '.join(PRECISIONS)}")
+    precision = precision_name(row)
     model = _model(row)
     sizes = _sizes(row)
     features = _features(row, stack, profile, model)
@@ -159,27 +109,17 @@ def _layout(row: PublishedRow, model: ModelSpec, sizes: dict[str, int]) -> dict[
 
 def _features(row: PublishedRow, stack: SoftwareStack, profile: HardwareProfile, model: ModelSpec) -> Features:
     """Defaults of the stack, those that depend on the dispatcher with the row's own."""
-    precision: Any = row.text("precision")
-    backend = _backend(row.text("dispatcher"))
+    precision = precision_name(row)
+    backend = backend_name(row.text("dispatcher"))
     if backend is None:
         backend = stack.features_of(model, profile, precision, None).backend
     found = stack.features_of(model, profile, precision, backend)
     return found.model_copy(update={"backend": backend or "alltoall"})
 
 
-def _backend(written: str) -> DispatchBackend | None:
-    if not written:
-        return None
-    backends: tuple[DispatchBackend, ...] = get_args(DispatchBackend)
-    for backend in backends:
-        if written == backend:
-            return backend
-    raise CellError("dispatcher", f"got {short(written)}, allowed: {', '.join(backends)}")
-
-
 def _memory_fields(row: PublishedRow, features: Features, stack: SoftwareStack) -> dict[str, Any]:
     is_bridge = stack.name.startswith("megatron-bridge")
-    low = PRECISIONS[_precision(row)].quantized_bytes is not None
+    low = PRECISIONS[precision_name(row)].quantized_bytes is not None
     return {
         "recompute": _recompute(row.text("recompute"), features),
         **_offload(row.text("offload"), features),
@@ -198,10 +138,6 @@ def _primary_weights(row: PublishedRow, features: Features, stack: SoftwareStack
     return bool(wanted) and "fp8_primary_weights" in stack.features and not on_host
 
 
-def _precision(row: PublishedRow) -> Any:
-    return row.text("precision")
-
-
 def _float_type(row: PublishedRow, column: str, default: str) -> str:
     written = row.text(column) or default
     if written not in ("fp32", "bf16"):
@@ -218,7 +154,9 @@ def _recompute(written: str, features: Features) -> tuple[str, ...]:
         return ("full",)
     if "selective AC" in written:
         return (SELECTIVE_CHECKPOINTING,)
-    modules = tuple(written.removeprefix("selective:").removesuffix("(default)").split("+"))
+    if written == "selective":  # the list left unset: Megatron's default
+        return ("core_attn",)
+    modules = parts_of(written.removeprefix("selective:").removesuffix("(default)"))
     unknown = [module for module in modules if module not in RECOMPUTE_MODULES]
     if unknown:
         raise CellError("recompute", f"got {short(written)}, allowed: none, full, {', '.join(RECOMPUTE_MODULES)}")
@@ -237,8 +175,8 @@ def _offload(written: str, features: Features) -> dict[str, Any]:
     except (ValueError, IndexError):
         raise CellError("offload", f"got {short(written)}, allowed: act_layers:N, opt_cpu:FRACTION") from None
     if kind == "act_fine":
-        modules = tuple(detail.split("+"))
-        if all(module in OFFLOAD_MODULES for module in modules):
+        modules = parts_of(detail)
+        if modules and all(module in OFFLOAD_MODULES for module in modules):
             return {"offload_modules": modules}
     if written in ("none", "opt_states"):
         return {"offload_optimizer_states": written == "opt_states"}
@@ -262,13 +200,14 @@ def _overlap_fields(row: PublishedRow, features: Features, model: ModelSpec, siz
     fields["delay_wgrad"] = bool(row.flag("delay_wgrad")) and fields["ep_overlap"]
     fields["fused_grouped_mlp"] = bool(row.flag("fused_grouped_mlp"))
     backend = features.backend
-    fields |= {"dispatcher": "alltoall"} if backend == "alltoall" else {"dispatcher": "flex", "flex_backend": backend}
+    is_flex = backend not in ("alltoall", "allgather")
+    fields |= {"dispatcher": "flex", "flex_backend": backend} if is_flex else {"dispatcher": backend}
     fields["dispatch_sms"] = row.count("dispatch_sms", 0, least=0)
     for key in ("permute_fusion", "router_fusion"):
         stated = row.flag(key)
         default = getattr(features, key)
         fields[key] = (default is None or default) if stated is None else stated
-    fields["routing"] = _routing(row.text("routing"))
+    fields["routing"] = routing_name(row.text("routing"))
     return fields
 
 
@@ -289,10 +228,3 @@ def _graph(written: str, features: Features) -> tuple[str, ...]:
             "cuda_graph", f"got {short(written)}, allowed: none, full_iteration, te:{'+'.join(GRAPH_SCOPES)}"
         )
     return scopes
-
-
-def _routing(written: str) -> str:
-    for name, routing in ROUTINGS.items():
-        if written == name or (name and written.startswith(name)):
-            return routing
-    raise CellError("routing", f"got {short(written)}, allowed: {', '.join(filter(None, ROUTINGS))}")

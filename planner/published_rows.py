@@ -10,10 +10,12 @@ from pathlib import Path
 from moeplan.errors import InvalidInputError
 from moeplan.files import read_text, short
 
+EMPTY_WORDS = frozenset({"-", "?", "n/a", "na", "nan", "null", "unknown", "not stated"})
+FLAGS = {"0": False, "1": True} | {"0.0": False, "1.0": True, "false": False, "true": True, "no": False, "yes": True}
 REQUIRED_COLUMNS = ("id", "model", "gpu", "n_gpus", "precision", "seq_len", "gbs", "stack")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False)  # not frozen: whoever passes an exception on sets its traceback
 class CellError(Exception):
     """What is wrong with one cell: column, what it holds, what is allowed."""
 
@@ -41,8 +43,9 @@ class PublishedRow:
         return self.text("group_key") or self.text("config_group") or self.id
 
     def text(self, column: str) -> str:
-        """The cell, stripped; empty where the table has no such column."""
-        return self.cells.get(column, "").strip()
+        """The cell, stripped; empty where the table has no such column, or where a word stands for an empty cell."""
+        written = self.cells.get(column, "").strip()
+        return "" if written.lower() in EMPTY_WORDS else written
 
     def with_assumed_sizes(self) -> "PublishedRow":
         """The row with a size it does not state: the fewest GPUs of its degrees, 8 micro-batches a pipeline stage.
@@ -91,9 +94,10 @@ class PublishedRow:
     def flag(self, column: str) -> bool | None:
         """1 on, 0 off, empty unknown. Raises CellError."""
         written = self.text(column)
-        if written not in ("", "0", "1"):
+        found = FLAGS.get(written.lower())
+        if written and found is None:
             raise CellError(column, f"got {short(written)}, allowed: 0, 1 or empty")
-        return None if not written else written == "1"
+        return found
 
     def step_s(self) -> float:
         """Measured seconds of a step: the reference column, the published one, or from tokens per second."""

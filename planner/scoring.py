@@ -11,7 +11,8 @@ from moeplan.errors import MoeplanError
 from moeplan.hwprofiles.load import load_profile
 from moeplan.hwprofiles.schema import HardwareProfile
 from moeplan.plan import Plan
-from moeplan.planner.published_plan import hardware_name, plan_of, stack_name
+from moeplan.planner.published_names import hardware_name, stack_name
+from moeplan.planner.published_plan import plan_of
 from moeplan.planner.published_rows import CellError, PublishedRow
 from moeplan.simulator.memory import READINGS, Reading, peak_memory_bytes, peak_of_reading
 from moeplan.simulator.predict import step_times
