@@ -11,7 +11,7 @@ from typing import Any, get_args
 from moeplan.errors import InvalidInputError
 from moeplan.files import short, validate
 from moeplan.hwprofiles.schema import HardwareProfile
-from moeplan.layout import balanced_layout
+from moeplan.layout import PipelineLayout, balanced_layout
 from moeplan.model_spec import ModelSpec
 from moeplan.plan import Plan
 from moeplan.planner.published_names import backend_name, parts_of, precision_name, routing_name
@@ -24,6 +24,7 @@ from moeplan.vocabulary import PARTIAL_GRAPH, PRECISIONS, CudaGraphScope, Offloa
 GRAPH_SCOPES: tuple[str, ...] = get_args(CudaGraphScope)
 RECOMPUTE_MODULES: tuple[str, ...] = get_args(RecomputeModule)
 OFFLOAD_MODULES: tuple[str, ...] = get_args(OffloadModule)
+WHOLE_MOE = frozenset({"full_iteration", "moe"})
 # torchtitan's selective checkpointing keeps every other GEMM's output; that of the MLP is the nearest module.
 SELECTIVE_CHECKPOINTING = "mlp"
 
@@ -71,19 +72,30 @@ def _preset(name: str, layers: int | None, num_mtp: int | None) -> ModelSpec:
 
 
 def _model(row: PublishedRow) -> ModelSpec:
+    """The preset, with the layers and MTP depths of the row: a written layout says how many depths there are."""
     layers = row.count("layers") if row.text("layers") else None
     depths = row.count("mtp_layers", least=0) if row.text("mtp_layers") else None
+    layout = _written_layout(row)
     try:
+        if depths is None and layout:
+            depths = PipelineLayout.from_string(layout).num_mtp
         return _preset(row.text("model"), layers, depths)
     except InvalidInputError as error:
         raise CellError("model", error.message) from None
 
 
+def _written_layout(row: PublishedRow) -> str:
+    """The layout string of a row; empty where a cell describes one in words."""
+    written = row.text("pipeline_layout")
+    return written if re.fullmatch(r"[EtmL|()*0-9\s,]+", written) else ""
+
+
 def _sizes(row: PublishedRow) -> dict[str, int]:
-    """Degrees and batch; unknown vp, mbs and etp read 1."""
+    """Degrees and batch; unknown vp, mbs and etp read 1, vp 2 where the row overlaps exchanges, which takes stages."""
     counts = {"num_gpus": "n_gpus", "seq_len": "seq_len", "global_batch_size": "gbs"}
     sizes = {name: row.count(column) for name, column in counts.items()}
-    return sizes | {name: row.count(name, 1) for name in ("mbs", "tp", "pp", "vp", "cp", "ep", "etp")}
+    sizes |= {name: row.count(name, 1) for name in ("mbs", "tp", "pp", "cp", "ep", "etp")}
+    return sizes | {"vp": row.count("vp", 2 if row.flag("ep_overlap") and sizes["pp"] > 1 else 1)}
 
 
 def _layout(row: PublishedRow, model: ModelSpec, sizes: dict[str, int]) -> dict[str, str]:
@@ -91,8 +103,8 @@ def _layout(row: PublishedRow, model: ModelSpec, sizes: dict[str, int]) -> dict[
 
     Counting embedding and loss as layers leaves MTP depths on the last stage, so recipes with them write a layout.
     """
-    written, num_stages = row.text("pipeline_layout"), sizes["pp"] * sizes["vp"]
-    if re.fullmatch(r"[EtmL|()*0-9\s,]+", written):
+    written, num_stages = _written_layout(row), sizes["pp"] * sizes["vp"]
+    if written:
         return {"layout": written}
     layers = "t" * model.num_layers
     # Megatron can count embedding and loss as layers; recipes do where that divides and the layers alone do not.
@@ -113,6 +125,13 @@ def _features(row: PublishedRow, stack: SoftwareStack, profile: HardwareProfile,
     backend = backend_name(row.text("dispatcher"))
     if backend is None:
         backend = stack.features_of(model, profile, precision, None).backend
+        captured = _graph(row.text("cuda_graph"), Features())
+        if (
+            WHOLE_MOE & set(captured)
+            and routing_name(row.text("routing")) != "drop"
+            and "hybridep" in stack.dispatchers
+        ):
+            backend = "hybridep"  # alone goes with such graphs (report section 3.4)
     found = stack.features_of(model, profile, precision, backend)
     return found.model_copy(update={"backend": backend or "alltoall"})
 
@@ -186,7 +205,8 @@ def _offload(written: str, features: Features) -> dict[str, Any]:
 
 
 def _overlap_fields(row: PublishedRow, features: Features, model: ModelSpec, sizes: dict[str, int]) -> dict[str, Any]:
-    fields: dict[str, Any] = {"cuda_graph": _graph(row.text("cuda_graph"), features)}
+    graph = _graph(row.text("cuda_graph"), features)
+    fields: dict[str, Any] = {"cuda_graph": graph}
     overlaps = row.flag("tp_comm_overlap")
     wanted = features.tp_comm_overlap if overlaps is None else overlaps
     fields["tp_comm_overlap"] = bool(wanted) and sizes["tp"] > 1
@@ -195,8 +215,8 @@ def _overlap_fields(row: PublishedRow, features: Features, model: ModelSpec, siz
     if model.moe is None:
         return fields
     stated = row.flag("ep_overlap")
-    can_overlap = sizes["ep"] > 1 and (sizes["pp"] == 1 or sizes["vp"] > 1)
-    fields["ep_overlap"] = bool(features.ep_overlap and can_overlap) if stated is None else stated and sizes["ep"] > 1
+    by_default = bool(features.ep_overlap) and _can_overlap(row, features, model, sizes, graph)
+    fields["ep_overlap"] = by_default if stated is None else stated and sizes["ep"] > 1
     fields["delay_wgrad"] = bool(row.flag("delay_wgrad")) and fields["ep_overlap"]
     fields["fused_grouped_mlp"] = bool(row.flag("fused_grouped_mlp"))
     backend = features.backend
@@ -209,6 +229,18 @@ def _overlap_fields(row: PublishedRow, features: Features, model: ModelSpec, siz
         fields[key] = (default is None or default) if stated is None else stated
     fields["routing"] = routing_name(row.text("routing"))
     return fields
+
+
+def _can_overlap(
+    row: PublishedRow, features: Features, model: ModelSpec, sizes: dict[str, int], graph: tuple[str, ...]
+) -> bool:
+    """Whether what the row states leaves room for the overlap of a default (report section 2.5)."""
+    if sizes["ep"] == 1 or features.backend == "allgather" or model.num_mtp_layers > 1:
+        return False
+    if sizes["pp"] > 1 and (sizes["vp"] == 1 or row.text("fsdp") not in ("", "0")):
+        return False
+    recomputed = _recompute(row.text("recompute"), features)
+    return not {"full", "moe"} & set(recomputed) and not {"moe", "mlp"} & set(graph)
 
 
 def _graph(written: str, features: Features) -> tuple[str, ...]:

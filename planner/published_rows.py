@@ -10,7 +10,7 @@ from pathlib import Path
 from moeplan.errors import InvalidInputError
 from moeplan.files import read_text, short
 
-EMPTY_WORDS = frozenset({"-", "?", "n/a", "na", "nan", "null", "unknown", "not stated"})
+EMPTY_WORDS = frozenset({"-", "?", "n/a", "na", "null", "unknown", "not stated"})
 FLAGS = {"0": False, "1": True} | {"0.0": False, "1.0": True, "false": False, "true": True, "no": False, "yes": True}
 REQUIRED_COLUMNS = ("id", "model", "gpu", "n_gpus", "precision", "seq_len", "gbs", "stack")
 

@@ -57,6 +57,45 @@ def test_mtp_depths_take_a_balanced_layout_as_embedding_and_loss_cannot_be_count
     assert plan_of(PublishedRow(2, row().cells | cells), stack, profile).layout == "Ett|(tt|)*29tm|L"
 
 
+@pytest.mark.parametrize(
+    "cells",
+    [
+        {"recompute": "full"},
+        {"recompute": "selective:moe"},
+        {"cuda_graph": "te:mlp"},
+        {"fsdp": "1"},
+        {"vp": "1", "pipeline_layout": ""},
+    ],
+)
+def test_a_default_gives_way_to_what_a_row_states(cells: dict[str, str]) -> None:
+    """Recipes of 26.08 overlap; a row that states what overlap excludes ran without it."""
+    blank = {"dispatcher": "", "ep_overlap": "", "delay_wgrad": "", "cuda_graph": "", "precision": "bf16"}
+    sizes = {"fused_grouped_mlp": "", "fp8_attention": "", "fp8_primary_weights": ""}
+    bridge, profile = stack_of("megatron-bridge-26.08"), profile_of("gb300")
+    assert plan_of(row(**blank | sizes), bridge, profile).ep_overlap
+    assert not plan_of(row(**blank | sizes | cells), bridge, profile).ep_overlap
+
+
+def test_whole_graphs_and_dispatchers_find_each_other() -> None:
+    blank = {"dispatcher": "", "ep_overlap": "0", "delay_wgrad": "", "cuda_graph": ""}
+    newer, older, profile = stack_of("megatron-bridge-26.06"), stack_of("megatron-bridge-25.09"), profile_of("gb200")
+    assert plan_of(row(**blank), newer, profile).cuda_graph == ("full_iteration",)
+    assert plan_of(row(**blank | {"dispatcher": "alltoall"}), newer, profile).cuda_graph == ()
+    graphed = plan_of(row(**blank | {"cuda_graph": "full_iteration"}), older, profile)
+    assert (graphed.dispatcher, graphed.flex_backend) == ("flex", "hybridep")
+
+
+def test_a_written_layout_says_how_many_mtp_depths_there_are() -> None:
+    cells = {"pipeline_layout": "Et*4|(tttt|)*14tL", "mtp_layers": ""}
+    plan = plan_of(row(**cells), stack_of("megatron-bridge-26.08"), profile_of("gb300"))
+    assert plan.model.num_mtp_layers == 0
+
+
+def test_overlap_without_a_word_on_virtual_stages_has_two() -> None:
+    cells = {"vp": "", "pp": "4", "pipeline_layout": "", "ep_overlap": "1"}
+    assert plan_of(row(**cells), stack_of("megatron-bridge-26.08"), profile_of("gb300")).vp == 2
+
+
 def test_other_ways_to_write_a_cell() -> None:
     bridge, profile = stack_of("megatron-bridge-26.08"), profile_of("gb300")
     eager = {"ep_overlap": "0", "cuda_graph": "none", "dispatcher": "All-to-All"}
