@@ -19,6 +19,7 @@ _DEFAULT_ONLY = (
     "fused_grouped_mlp", "permute_fusion", "router_fusion", "fp8_attention",
     "tp_comm_overlap",
 )  # fmt: skip
+_WORD_ELEMENTS = 8  # of bf16 in 16 bytes
 
 
 def check_supported(plan: Plan) -> None:
@@ -58,8 +59,13 @@ def _graph_limits(plan: Plan) -> Iterator[tuple[str, object, str, str]]:
     if plan.cuda_graph != ("full_iteration",) or plan.num_gpus > 1:
         allowed = "none, and full_iteration on one GPU"
         yield "cuda_graph", f"{', '.join(plan.cuda_graph)} on {plan.num_gpus} GPUs", allowed, "leave cuda_graph out"
-    if plan.precision not in {"bf16", "fp32"}:
-        yield "precision", plan.precision, "bf16 and fp32 in a CUDA graph", "leave cuda_graph out"
+    # Grouped GEMMs of other types, and of rows of broken 16-byte words, ask the device where experts begin.
+    if plan.precision != "bf16":
+        yield "precision", plan.precision, "bf16 in a CUDA graph", "leave cuda_graph out"
+    widths = (plan.model.hidden_size, plan.model.moe.expert_ffn_size) if plan.model.moe is not None else ()
+    if any(width % _WORD_ELEMENTS for width in widths):
+        allowed = f"hidden size and expert width in multiples of {_WORD_ELEMENTS} in a CUDA graph"
+        yield "cuda_graph", f"full_iteration with {' and '.join(map(str, widths))}", allowed, "leave cuda_graph out"
     if plan.offload_layers or plan.offload_modules:
         yield "cuda_graph", "full_iteration", "it without offload", "leave cuda_graph out"
 

@@ -37,6 +37,8 @@ class _Captured:
 class StepGraph:
     """Runs the micro-batches of a step, from its third step on by graphs.
 
+    A traced step runs without them, because no op claims a graph's kernels; its time between kernels is not a graph's.
+
     ``run`` does forward and backward of one micro-batch and returns its losses [P]. All of it happens on a stream of
     its own from the start, because autograd remembers the stream on which it first met a parameter.
     """
@@ -67,7 +69,10 @@ class StepGraph:
         return losses_P
 
     def _one(self, batch: MicroBatch, *, is_first: bool) -> None:
-        if self._num_steps < _EAGER_STEPS:
+        is_traced = torch._C._autograd._profiler_enabled()  # noqa: SLF001 - torch has no public question for it
+        if is_traced:
+            self._graphs.clear()  # what runs without them needs their memory
+        if self._num_steps < _EAGER_STEPS or is_traced:
             self._losses_P += self._run(batch)
             return
         if is_first not in self._graphs:

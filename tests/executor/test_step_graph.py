@@ -6,6 +6,7 @@ import torch
 from moeplan.errors import InvalidInputError
 from moeplan.executor.check import check_graph, check_supported
 from moeplan.executor.data import open_tokens
+from moeplan.executor.measure import StepTrace
 from moeplan.executor.mesh import build_mesh
 from moeplan.executor.step_graph import StepGraph
 from moeplan.executor.train import Trainer
@@ -27,8 +28,13 @@ def test_one_gpu_may_have_it() -> None:
 def test_what_a_graph_cannot_hold_is_named() -> None:
     with pytest.raises(InvalidInputError, match=r"^cuda_graph: got attn on 4 GPUs, .* full_iteration on one GPU"):
         check_supported(tiny_plan(GQA_MODEL, 4, cuda_graph=("attn",)))
-    with pytest.raises(InvalidInputError, match=r"^precision: got fp64"):
-        check_supported(tiny_plan(GQA_MODEL, 1, cuda_graph=("full_iteration",)))
+    for precision in ("fp64", "fp32"):
+        with pytest.raises(InvalidInputError, match=rf"^precision: got {precision}"):
+            check_supported(PLAN.replace(precision=precision))
+    assert GQA_MODEL.moe is not None
+    odd = GQA_MODEL.model_copy(update={"moe": GQA_MODEL.moe.model_copy(update={"expert_ffn_size": 20})})
+    with pytest.raises(InvalidInputError, match=r"got full_iteration with 32 and 20, .* multiples of 8"):
+        check_supported(PLAN.replace(model=odd))
     with pytest.raises(ValueError, match="graphs of whole MoE layers need routing drop or"):  # and padded to capacity
         check_supported(tiny_plan(UNPADDED, 1, precision="bf16", cuda_graph=("full_iteration",), routing="drop"))
     with pytest.raises(InvalidInputError, match=r"^force_balance: got True with cuda_graph full_iteration"):
@@ -51,3 +57,15 @@ def test_steps_are_those_without_graphs() -> None:
     for graphed, eager in zip(*losses, strict=True):
         assert graphed == pytest.approx(eager, rel=1e-3)  # sums of gradients of the embedding come in any order
     assert losses[0][-1][0] < losses[0][0][0]
+
+
+@pytest.mark.gpu
+def test_a_traced_step_knows_its_families() -> None:
+    device, run = torch.device("cuda", 0), RunConfig(lr=1e-3)
+    trainer = Trainer(PLAN, run, build_mesh(PLAN.folding, 0), open_tokens(PLAN, run), device)
+    for number in range(3):
+        trainer.step(number)
+    with StepTrace(device) as trace:
+        trainer.step(3)
+    assert {"attention", "dense_gemm", "expert_gemm", "router", "permute"} <= set(trace.family_times(1))
+    assert trainer.step(4).loss == pytest.approx(trainer.step(5).loss, abs=1.0)
