@@ -25,6 +25,7 @@ from moeplan.executor.rope import model_rotary_tables
 from moeplan.executor.scopes import scope
 from moeplan.kernels.norm import rms_norm
 from moeplan.kernels.rotary import apply_rotary
+from moeplan.kernels.split_qkv import split_qkv
 from moeplan.model_spec import GqaAttention, MlaAttention, YarnScaling
 from moeplan.plan import Plan
 
@@ -188,8 +189,13 @@ class GroupedQueryAttention(_AttentionBase):
         """Attention's addition to the residual stream of this rank's tokens."""
         with offloading("qkv_linear", x_LH):
             qkv_TO = column_linear(x_LH, self.qkv_weight, self.qkv_bias, self.group)
-        heads_BSMD = qkv_TO.view(-1, self.seq_len, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
-        q_BSND, k_BSMD, v_BSMD = heads_BSMD.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], 2)
+        heads_BSOD = qkv_TO.view(-1, self.seq_len, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
+        if self.rotary_width == self.head_dim:
+            norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm)
+            with scope("elementwise"):
+                heads = split_qkv(heads_BSOD, self.num_kv_heads, self.rotary, norms, self.eps)
+            return self.project_out(self.core(*heads))
+        q_BSND, k_BSMD, v_BSMD = heads_BSOD.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], 2)
         with scope("elementwise"):
             if self.q_norm is not None and self.k_norm is not None:
                 q_BSND, k_BSMD = rms_norm(q_BSND, self.q_norm, self.eps), rms_norm(k_BSMD, self.k_norm, self.eps)

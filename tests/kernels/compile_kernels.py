@@ -22,6 +22,7 @@ from moeplan.kernels import (
     rotary_triton,
     router_triton,
     row_map_triton,
+    split_qkv_triton,
 )
 
 SHARED_BYTES = 227 * 1024  # what a program may take of its multiprocessor's, from an H100 to a B200
@@ -45,6 +46,7 @@ DEEPSEEK = {
     "BLOCK_E": 256,
 }
 NORM = [{"DTYPE": tl.float32, "ROWS": rows, "BLOCK": block} for rows, block in ((1, 4096), (16, 128))]
+QKV = {"DTYPE": tl.float32, "ROWS": 16, "BLOCK_H": 64}
 WEIGHT_GRAD = [
     {
         "TILE_H": 128, "TILE_F": 256, "ROWS": 64, "HALVINGS": 2, "IS_FIRST": is_first, "REDUCE": reduce, "GROUP": 8,
@@ -160,6 +162,16 @@ KERNELS = (
     ),
     (router_triton._count, "*i64 *fp32 i32 i32", [{"BLOCK": 1024, "BLOCK_E": 128}]),
     (row_map_triton._count, "*i64 *i32 i32 i32 i32", [{"BLOCK": 128, "BLOCK_E": 512}]),
+    (
+        split_qkv_triton._rotate_heads,
+        "*bf16 *bf16 *bf16 *fp32 *fp32 i32 i32 i32 i32 fp32 i32",
+        [QKV | {"HAS_NORM": has_norm} for has_norm in (True, False)],
+    ),
+    (
+        split_qkv_triton._rotate_heads_backward,
+        "*bf16 *bf16 *bf16 *bf16 *fp32 *fp32 *fp32 i32 i32 i32 i32 i32 i32 i32 fp32 i32",
+        [QKV | {"HAS_NORM": has_norm} for has_norm in (True, False)],
+    ),
     (row_map_triton._place, "*i64 *i32 *i32 *i32 i32 i32", [{"BLOCK": 128}]),
 )
 

@@ -16,6 +16,7 @@ from moeplan.kernels.permute import permute, unpermute
 from moeplan.kernels.rotary import apply_rotary, rotary_tables
 from moeplan.kernels.router import router_logits
 from moeplan.kernels.row_map import row_map
+from moeplan.kernels.split_qkv import split_qkv
 
 pytestmark = pytest.mark.gpu
 BF16_ERROR = 8e-3  # two roundings to 8 bits
@@ -55,6 +56,21 @@ def test_rotary_of_a_view() -> None:
         return torch.cat((first * turn - second * other, second * turn + first * other), -1)
 
     _check(lambda x: apply_rotary(x[:, :, 2:8], cos, sin), reference, [heads])
+
+
+@pytest.mark.parametrize("has_norms", [True, False])
+def test_split_of_a_projection(has_norms: bool) -> None:
+    tables = rotary_tables(torch.arange(100, device="cuda"), 128, 1e4)
+    inputs = [_normal(3, 100, 20, 128), *((_normal(128), _normal(128)) if has_norms else ())]
+
+    def run(backend: str) -> Callable[..., torch.Tensor]:
+        def split(qkv: torch.Tensor, *norms: torch.Tensor) -> torch.Tensor:
+            pair = (norms[0], norms[1]) if norms else None
+            return torch.cat(split_qkv(qkv, 2, tables, pair, 1e-6, backend=backend), 2)
+
+        return split
+
+    _check(run("triton"), run("reference"), inputs)
 
 
 @pytest.mark.parametrize("top_k", [1, 3, 8])
