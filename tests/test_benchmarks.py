@@ -1,6 +1,7 @@
 """What the benchmarks compute apart from timing: work by group of kernels, tables, ratios."""
 
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -77,3 +78,35 @@ def test_the_ratio_is_to_the_fastest_of_the_other_engine() -> None:
     assert [line.split("|")[-2].strip() for line in lines] == ["1.500x", "0.800x", "1.000x", ""]
     assert "1.0 GiB" in lines[0]
     assert "failed" in lines[3]
+
+
+def test_every_back_end_runs_at_the_shapes_of_a_model() -> None:
+    import torch
+
+    from benchmarks.kernel_cases import cases
+    from benchmarks.kernels import markdown, rows_of
+    from benchmarks.roofline import Ceilings
+    from moeplan.kernels import activation, grouped_weight_grad, split_qkv
+    from tests.executor.cases import GQA_MODEL, tiny_plan
+
+    plan = tiny_plan(GQA_MODEL, 1, precision="bf16", mbs=2)
+    ceilings = Ceilings(1e12, (1e12, 1e12), 1e12)
+
+    def timed(run: Callable[[], object], num_calls: int) -> float:
+        """A second for the first back end and a half for others; calls nothing, as one call was made before."""
+        return 1.0 if run is first else 0.5
+
+    rows = []
+    for case in cases(plan, torch.device("cpu")):
+        first = next(iter(case.runs.values()))
+        rows += rows_of("tiny", case, ceilings, timed)
+    seen = {operation: {row.backend for row in rows if row.operation == operation} for operation in
+            {row.operation for row in rows}}  # fmt: skip
+    assert seen["activation"] == set(activation.BACKENDS) - {"reference"}
+    assert seen["rotation of queries and keys"] == set(split_qkv.BACKENDS) - {"reference"}
+    # Kernels of Hopper alone, and what only few large experts are tried with.
+    assert seen["experts: weight gradients of a pair"] == {"torch"} < set(grouped_weight_grad.BACKENDS)
+    assert all(row.is_fastest == (row.time_s == 0.5 or len(seen[row.operation]) == 1) for row in rows)
+    forward = next(row for row in rows if row.operation.startswith("experts: forward"))
+    assert forward.tflop * 1e12 == pytest.approx(2 * 2 * 32 * 2 * 32 * 32)
+    assert "| tiny | activation |" in markdown(rows)
