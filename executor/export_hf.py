@@ -30,6 +30,8 @@ from moeplan.units import GIB
 
 # Bytes of a file: what a rank holds in memory at once.
 MAX_FILE_BYTES = 2 * GIB
+# Of files that a tokenizer may need: tokenizer.json, merges.txt, tokenizer.model, chat_template.jinja.
+_TEXT_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".tiktoken"}
 _DTYPES = {"fp64": "float64", "fp32": "float32"}
 
 # Which part of a whole weight: its first elements and its size along each dimension.
@@ -84,6 +86,13 @@ def export_trained(plan: Plan, mesh: Mesh, model: Transformer, optimizer: Chaine
     """:func:`export_hf` after training: what this rank updates where parameters have no storage between uses."""
     in_parts = plan.sharding == "full" or plan.fp8_primary_weights
     export_hf(plan, mesh, model, folder, weights=sharded_weights(optimizer) if in_parts else None)
+
+
+def copy_tokenizer(source: Path, folder: Path) -> None:
+    """Take along what else lies beside the first weights: tokenizer, chat template, generation settings."""
+    for path in sorted(source.iterdir()):
+        if path.is_file() and (path.suffix in _TEXT_SUFFIXES and path.name not in {"config.json", INDEX}):
+            write_bytes_atomically(folder / path.name, path.read_bytes())
 
 
 def sharded_weights(optimizer: ChainedOptimizer) -> Iterator[TensorSlice]:

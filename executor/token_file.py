@@ -18,7 +18,8 @@ ID_BYTES: dict[IdType, int] = {"uint8": 1, "uint16": 2, "uint32": 4, "int8": 1, 
 MAGIC = b"MMIDIDX\x00\x00"
 # Codes of Megatron's index; 6 and 7 are floating point.
 _CODES: dict[int, IdType] = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
-_HEADER = struct.Struct("<QBQQ")  # version, code of the ids' type, number of sequences, length of the document index
+HEADER = struct.Struct("<QBQQ")  # version, code of the ids' type, number of sequences, length of the document index
+TYPE_CODES = {id_type: code for code, id_type in _CODES.items()}
 _HELD_OUT_FRAC = 0.05
 
 
@@ -101,17 +102,17 @@ def _indexed(index: Path, data: Path) -> TokenFile:
     with index.open("rb") as file:
         if file.read(len(MAGIC)) != MAGIC:
             raise InvalidInputError(f"data {index}: not an index of Megatron: it begins otherwise", "check the file")
-        header = file.read(_HEADER.size)
-        if len(header) < _HEADER.size:
-            _broken_off(index, size_bytes, len(MAGIC) + _HEADER.size)
-        version, code, num_sequences, num_documents = _HEADER.unpack(header)
+        header = file.read(HEADER.size)
+        if len(header) < HEADER.size:
+            _broken_off(index, size_bytes, len(MAGIC) + HEADER.size)
+        version, code, num_sequences, num_documents = HEADER.unpack(header)
         if version != 1 or code not in _CODES:
             raise InvalidInputError(
                 f"data {index}: version {version} and type code {code}, allowed: version 1 and codes of whole numbers: "
                 f"{', '.join(map(str, _CODES))}",
                 "tokenize again with Megatron's preprocess_data",
             )
-        needed = len(MAGIC) + _HEADER.size + 12 * num_sequences + 8 * num_documents
+        needed = len(MAGIC) + HEADER.size + 12 * num_sequences + 8 * num_documents
         if size_bytes < needed:
             _broken_off(index, size_bytes, needed)
         lengths, places = _read(file, "i", num_sequences), _read(file, "q", num_sequences)

@@ -27,7 +27,7 @@ from moeplan.executor.check import check_world
 from moeplan.executor.collectives import gather_objects
 from moeplan.executor.data import open_tokens
 from moeplan.executor.determinism import make_deterministic
-from moeplan.executor.export_hf import export_trained
+from moeplan.executor.export_hf import copy_tokenizer, export_trained
 from moeplan.executor.failure import (
     LAUNCHER_VARIABLE,
     Failure,
@@ -104,6 +104,8 @@ def run_rank(plan_path: Path, run_path: Path | None, out_path: Path) -> None:
             _train_measured(trainer, rank, resident_before_bytes, out_path)
         if run.export_hf:
             export_trained(plan, mesh, trainer.model, trainer.optimizer, Path(run.export_hf))
+            if run.init_from and rank == 0:
+                copy_tokenizer(Path(run.init_from), Path(run.export_hf))
         dist.barrier()
     finally:
         dist.destroy_process_group()

@@ -30,7 +30,7 @@ def _rule(ours: str, others: str = "", inside_functions: str = "") -> Rule:
 _FRONT = Rule(
     ours=frozenset({"vocabulary", "cli", "report", "hwprofiles", "simulator", "planner"}),
     others=frozenset({"pydantic", "numpy", "scipy", "networkx", "simpy", "typer", "rich", "tomli_w"}),
-    inside_functions=frozenset({"executor", "kernels"}) | BUILDS_ON_TORCH,
+    inside_functions=frozenset({"executor", "kernels", "tokenizers"}) | BUILDS_ON_TORCH,
 )
 # Pydantic and the TOML writer go with the vocabulary: whoever shares its types may define and write more of them.
 RULES = {

@@ -245,6 +245,24 @@ def run(  # noqa: PLR0917 - typer: one parameter per option
 
 
 @app.command()
+def tokenize(  # noqa: PLR0917 - typer: one parameter per option
+    files: Annotated[list[Path], typer.Argument(help="Text files, one document each, or .jsonl with one a line.")],
+    tokenizer: Annotated[
+        str,
+        typer.Option("--tokenizer", help="Hugging Face folder or tokenizer.json, or the word bytes."),
+    ],
+    out: Annotated[Path, typer.Option("--out", help="Prefix of the .bin and .idx to write.")],
+    json_key: Annotated[str, typer.Option("--json-key", help="Where a line of JSON has its text.")] = "text",
+    end: Annotated[str, typer.Option("--end", help="Token after each document, such as <|endoftext|>.")] = "",
+    as_json: Json = False,
+) -> None:
+    """Turn text into the token file that run --data reads, as Megatron's preprocessing does."""
+    from moeplan.cli.tokenize import run_tokenize
+
+    run_tokenize(files, tokenizer, out, json_key, end, as_json=as_json)
+
+
+@app.command()
 def export(
     plan: PlanFile,
     to: Annotated[str, typer.Option("--to", help="Formats: slurm, megatron-lm; several with commas.")],

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moeplan.errors import InvalidInputError
 from moeplan.executor.check import check_export
-from moeplan.executor.export_hf import export_hf, export_trained, write_part
+from moeplan.executor.export_hf import copy_tokenizer, export_hf, export_trained, write_part
 from moeplan.executor.launch import launch
 from moeplan.executor.mesh import build_mesh
 from moeplan.executor.model import Transformer
@@ -124,6 +124,21 @@ def test_weights_that_live_in_fp8_are_exported_as_they_are_trained(
     assert got.keys() == expected.keys()
     for name, weight in expected.items():
         torch.testing.assert_close(got[name], weight, rtol=0, atol=0, msg=name)
+
+
+def test_the_tokenizer_goes_along_and_no_weight_of_the_old_folder(tmp_path: Path) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    for folder, names in (
+        (old, ("tokenizer.json", "merges.txt", "config.json", "model.safetensors.index.json", "model.safetensors")),
+        (new, ("config.json",)),
+    ):
+        folder.mkdir()
+        for name in names:
+            (folder / name).write_text(folder.name, encoding="utf-8")
+    (old / "deeper").mkdir()
+    copy_tokenizer(old, new)
+    texts = {path.name: path.read_text(encoding="utf-8") for path in new.iterdir()}
+    assert texts == {"config.json": "new", "tokenizer.json": "old", "merges.txt": "old"}
 
 
 @pytest.mark.slow
