@@ -5,6 +5,7 @@ context parallelism a part of each), H hidden, N heads of this rank, D width of 
 """
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -14,10 +15,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from moeplan.executor.attention_sink import with_sink_key
 from moeplan.executor.collectives import gather_rows
-from moeplan.executor.context import Core, Documents, context_attention, document_positions
+from moeplan.executor.context import Core, Documents, context_attention, document_positions, pack_attention
 from moeplan.executor.linear import column_linear, local_linear, row_linear
 from moeplan.executor.mesh import Group, Mesh
 from moeplan.executor.offload import offloading
+from moeplan.executor.pack_layout import PackLayout
 from moeplan.executor.parameters import ParameterTable, residual_std, split_piece
 from moeplan.executor.recompute import checkpointed, dropping_output
 from moeplan.executor.ring import RingAttention
@@ -113,6 +115,15 @@ def packed_attention(
     return torch.cat(outs, 1)
 
 
+@dataclass(frozen=True)
+class _Place:
+    """What attention knows of its tokens: how many of each sequence, rotary tables, and who sees whom."""
+
+    seq_len: int
+    rotary: tuple[Tensor, Tensor]
+    attend: Core
+
+
 class _AttentionBase(nn.Module):
     """Rotary tables, the core, and the output projection: what both kinds share."""
 
@@ -120,14 +131,15 @@ class _AttentionBase(nn.Module):
         super().__init__()
         model, group = plan.model, mesh.tp
         attention = model.attention
-        self.group, self.seq_len, self.eps = group, plan.seq_len // plan.cp, model.norm_eps
+        self.model, self.group, self.seq_len, self.eps = model, group, plan.seq_len // plan.cp, model.norm_eps
         self.rotary_width = rotary_width
         self.num_heads = attention.num_heads // group.size
         self.recompute_core = "core_attn" in plan.recompute
         positions = document_positions(plan.documents, mesh.cp, table.device)
         dtype = torch.promote_types(table.dtype, torch.float32)
+        self.rotary_dtype = dtype
         self.rotary = model_rotary_tables(model, positions, rotary_width, dtype)
-        window = attention.sliding_window if model.is_windowed(layer) else None
+        window = self.window = attention.sliding_window if model.is_windowed(layer) else None
         self.sinks: nn.Parameter | None = None
         if isinstance(attention, GqaAttention) and attention.sinks:
             sinks = split_piece(f"layers.{layer}.attention.sinks", (attention.num_heads,), 0, group)
@@ -144,16 +156,32 @@ class _AttentionBase(nn.Module):
         if isinstance(attention, GqaAttention) and attention.out_bias:
             self.out_bias = table.add_whole(f"{name}.bias", (model.hidden_size,), std=0.0, is_decayed=False)
 
-    def rotate(self, x_BSND: Tensor) -> Tensor:
+    def place(self, layout: PackLayout | None) -> _Place:
+        """That of the plan's sequences, or of a pack."""
+        if layout is None:
+            return _Place(self.seq_len, self.rotary, self.attend)
+        return layout.keep((self.rotary_width, self.window), partial(self._pack_place, layout))
+
+    def _pack_place(self, layout: PackLayout) -> _Place:
+        documents, group, device = layout.documents, layout.group, layout.device
+        positions = document_positions(documents, group, device)
+        whole = partial(whole_attention, documents, self.window, device)
+        return _Place(
+            layout.num_tokens,
+            model_rotary_tables(self.model, positions, self.rotary_width, self.rotary_dtype),
+            pack_attention(documents, self.window, whole, group, device),
+        )
+
+    def rotate(self, x_BSND: Tensor, place: _Place) -> Tensor:
         """The first ``rotary_width`` channels turned by their positions."""
         with scope("elementwise"):
             if self.rotary_width == x_BSND.shape[3]:
-                return apply_rotary(x_BSND, *self.rotary)
+                return apply_rotary(x_BSND, *place.rotary)
             turned, kept = x_BSND.split([self.rotary_width, x_BSND.shape[3] - self.rotary_width], 3)
-            return torch.cat([apply_rotary(turned, *self.rotary), kept], 3)
+            return torch.cat([apply_rotary(turned, *place.rotary), kept], 3)
 
-    def core(self, q_BSND: Tensor, k_BSMD: Tensor, v_BSMD: Tensor) -> Tensor:
-        attend = self.attend if self.sinks is None else partial(self.attend, sinks_N=self.sinks)
+    def core(self, q_BSND: Tensor, k_BSMD: Tensor, v_BSMD: Tensor, place: _Place) -> Tensor:
+        attend = place.attend if self.sinks is None else partial(place.attend, sinks_N=self.sinks)
         with offloading("core_attn", q_BSND, k_BSMD, v_BSMD, rest="attn_proj"):
             if self.recompute_core:
                 return checkpointed(attend, q_BSND, k_BSMD, v_BSMD)
@@ -185,16 +213,17 @@ class GroupedQueryAttention(_AttentionBase):
         self.q_norm = table.add_norm(f"{name}.query_norm.weight", attention.head_dim) if attention.qk_norm else None
         self.k_norm = table.add_norm(f"{name}.key_norm.weight", attention.head_dim) if attention.qk_norm else None
 
-    def forward(self, x_LH: Tensor) -> Tensor:
+    def forward(self, x_LH: Tensor, layout: PackLayout | None = None) -> Tensor:
         """Attention's addition to the residual stream of this rank's tokens."""
+        place = self.place(layout)
         with offloading("qkv_linear", x_LH):
             qkv_TO = column_linear(x_LH, self.qkv_weight, self.qkv_bias, self.group)
-        heads_BSOD = qkv_TO.view(-1, self.seq_len, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
+        heads_BSOD = qkv_TO.view(-1, place.seq_len, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
         if self.rotary_width == self.head_dim:
             norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm)
             with scope("elementwise"):
-                heads = split_qkv(heads_BSOD, self.num_kv_heads, self.rotary, norms, self.eps)
-            return self.project_out(self.core(*heads))
+                heads = split_qkv(heads_BSOD, self.num_kv_heads, place.rotary, norms, self.eps)
+            return self.project_out(self.core(*heads, place))
         q_BSND, k_BSMD, v_BSMD = heads_BSOD.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], 2)
         with scope("elementwise"):
             if self.q_norm is not None and self.k_norm is not None:
@@ -202,7 +231,7 @@ class GroupedQueryAttention(_AttentionBase):
             else:
                 # The rotated q and k are new tensors, so a view of v alone would keep the whole of qkv for backward.
                 v_BSMD = v_BSMD.contiguous()
-        return self.project_out(self.core(self.rotate(q_BSND), self.rotate(k_BSMD), v_BSMD))
+        return self.project_out(self.core(self.rotate(q_BSND, place), self.rotate(k_BSMD, place), v_BSMD, place))
 
 
 class LatentAttention(_AttentionBase):
@@ -232,8 +261,10 @@ class LatentAttention(_AttentionBase):
         piece = split_piece(name, (rows, width), 0, self.group)
         return table.add(piece, shape=(rows // self.group.size, width))
 
-    def forward(self, x_LH: Tensor) -> Tensor:
+    def forward(self, x_LH: Tensor, layout: PackLayout | None = None) -> Tensor:
         """Attention's addition to the residual stream of this rank's tokens."""
+        place = self.place(layout)
+        expand, finish = partial(self._expand, place), partial(self._finish, place)
         with offloading("qkv_linear", x_LH):
             q_latent_LI = x_LH
             if self.q_down is not None and self.q_norm is not None:
@@ -243,32 +274,34 @@ class LatentAttention(_AttentionBase):
             kv_latent_LI = self._norm(kv_latent_LI, self.kv_norm)
             latents = (q_latent_LI, kv_latent_LI, k_rope_LD)
             if self.recompute_up:
-                return dropping_output(self._expand, latents, self._finish)
-            return self._finish(*self._expand(*latents))
+                return dropping_output(expand, latents, finish)
+            return finish(*expand(*latents))
 
     def _norm(self, x_LI: Tensor, weight_I: Tensor) -> Tensor:
         with scope("elementwise"):
             return rms_norm(x_LI, weight_I, LATENT_NORM_EPS)
 
-    def _expand(self, q_latent_LI: Tensor, kv_latent_LI: Tensor, k_rope_LD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _expand(
+        self, place: _Place, q_latent_LI: Tensor, kv_latent_LI: Tensor, k_rope_LD: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of this rank's heads from the latents of this rank's tokens."""
-        spec, shape = self.spec, (-1, self.seq_len, self.num_heads)
+        spec, shape = self.spec, (-1, place.seq_len, self.num_heads)
         nope, rope = spec.qk_nope_head_dim, spec.qk_rope_head_dim
         q_BSND = column_linear(q_latent_LI, self.q_up, None, self.group).view(*shape, nope + rope)
         kv_BSND = column_linear(kv_latent_LI, self.kv_up, None, self.group).view(*shape, nope + spec.v_head_dim)
-        k_rope_BS1D = self.rotate(gather_rows(k_rope_LD, self.group).reshape(-1, self.seq_len, 1, rope))
+        k_rope_BS1D = self.rotate(gather_rows(k_rope_LD, self.group).reshape(-1, place.seq_len, 1, rope), place)
         q_nope_BSND, q_rope_BSND = q_BSND.split([nope, rope], 3)
         k_nope_BSND, v_BSND = kv_BSND.split([nope, spec.v_head_dim], 3)
         with scope("elementwise"):
-            q_BSND = torch.cat([q_nope_BSND, self.rotate(q_rope_BSND)], 3)
+            q_BSND = torch.cat([q_nope_BSND, self.rotate(q_rope_BSND, place)], 3)
             if self.query_factor != 1:
                 q_BSND = q_BSND * self.query_factor
             k_BSND = torch.cat([k_nope_BSND, k_rope_BS1D.expand(-1, -1, self.num_heads, -1)], 3)
             v_BSND = v_BSND.contiguous()  # a view would keep the keys beside it for backward
         return q_BSND, k_BSND, v_BSND
 
-    def _finish(self, q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor) -> Tensor:
-        return self.project_out(self.core(q_BSND, k_BSND, v_BSND))
+    def _finish(self, place: _Place, q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor) -> Tensor:
+        return self.project_out(self.core(q_BSND, k_BSND, v_BSND, place))
 
 
 def build_attention(

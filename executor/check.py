@@ -43,6 +43,8 @@ def _plan_limits(plan: Plan) -> Iterator[tuple[str, object, str, str]]:
         yield "paired_wgrad", list(plan.paired_wgrad), "it with experts in bf16, fp32 or fp64", "leave paired_wgrad out"
     if plan.cuda_graph:
         yield from _graph_limits(plan)
+    if plan.dynamic_cp:
+        yield from _dynamic_cp_limits(plan)
     if plan.offload_modules and PRECISIONS[plan.precision].quantized_bytes is not None:
         allowed = "offload_modules where modules keep their inputs as they are"
         yield "offload_modules", list(plan.offload_modules), allowed, "use offload_layers, or precision bf16"
@@ -68,6 +70,42 @@ def _graph_limits(plan: Plan) -> Iterator[tuple[str, object, str, str]]:
         yield "cuda_graph", f"full_iteration with {' and '.join(map(str, widths))}", allowed, "leave cuda_graph out"
     if plan.offload_layers or plan.offload_modules:
         yield "cuda_graph", "full_iteration", "it without offload", "leave cuda_graph out"
+
+
+def _dynamic_cp_limits(plan: Plan) -> Iterator[tuple[str, object, str, str]]:
+    """Ranks hold different numbers of tokens; what is balanced or dropped must not depend on how they are packed."""
+    moe = plan.model.moe
+    if moe is None:
+        return
+    if plan.dispatcher != "alltoall" and plan.ep * plan.etp > 1:
+        allowed = "alltoall under dynamic_cp: others gather equally many tokens of every rank"
+        yield "dispatcher", plan.dispatcher, allowed, "set dispatcher = 'alltoall'"
+    if plan.routing == "drop":
+        yield "routing", "drop", "it without dynamic_cp: capacity is by tokens of a rank", "route without drops"
+    if plan.paired_wgrad:
+        allowed = "it without dynamic_cp: pairs want a fixed number of micro-batches"
+        yield "paired_wgrad", list(plan.paired_wgrad), allowed, "leave paired_wgrad out"
+    if plan.paged_stash_factor:
+        allowed = "it without dynamic_cp: pages are for equal micro-batches"
+        yield "paged_stash_factor", plan.paged_stash_factor, allowed, "leave paged_stash_factor out"
+    if moe.router.aux_loss == "global_aux_loss":
+        allowed = "aux_loss of packs and seq_aux_loss of documents under dynamic_cp"
+        yield "model.moe.router.aux_loss", "global_aux_loss", allowed, "use seq_aux_loss"
+
+
+def check_places(plan: Plan, run: RunConfig) -> None:
+    """Raise InvalidInputError where a run needs each token's place in sequences of one length."""
+    if plan.dynamic_cp and run.data_order == "shuffled":
+        raise InvalidInputError(
+            "data_order: got shuffled with dynamic_cp, whose documents differ in length; allowed: random",
+            "leave data_order out",
+        )
+    for key in ("record_routing", "replay_routing"):
+        if plan.dynamic_cp and getattr(run, key):
+            raise InvalidInputError(
+                f"{key}: got {getattr(run, key)} with dynamic_cp, whose documents have no place in sequences",
+                f"leave {key} out, or train without dynamic_cp",
+            )
 
 
 def check_graph(plan: Plan, run: RunConfig) -> None:

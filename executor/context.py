@@ -160,6 +160,17 @@ class HeadSplitAttention:
         return exchange_rows(rows, equal, equal, self.group, "cp_comm")
 
 
+def pack_attention(
+    documents: Documents, window: int | None, whole: Callable[[], Core], group: Group, device: torch.device
+) -> Core:
+    """How a layer attends in a pack that ``group`` shares (dynamic cp); ``whole`` as in :func:`context_attention`."""
+    if group.size == 1:
+        return whole()
+    if window is None:
+        return RingAttention(group, documents=documents)
+    return GatheredAttention(documents, window, group, device)
+
+
 def context_attention(
     plan: Plan, window: int | None, whole: Callable[[], Core], mesh: Mesh, device: torch.device
 ) -> Core:

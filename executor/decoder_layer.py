@@ -4,6 +4,9 @@ Shapes: L tokens of this rank, H hidden. Between blocks each rank holds its own 
 everything there works by token.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 from torch import Tensor, nn
 
 from moeplan.executor.attention import build_attention
@@ -11,6 +14,7 @@ from moeplan.executor.mesh import Mesh
 from moeplan.executor.mlp import Mlp
 from moeplan.executor.moe import MoeBlock
 from moeplan.executor.offload import offloading
+from moeplan.executor.pack_layout import PackLayout
 from moeplan.executor.parameters import ParameterTable
 from moeplan.executor.recompute import checkpointed, dropping_output
 from moeplan.executor.scopes import scope
@@ -41,16 +45,18 @@ class DecoderLayer(nn.Module):
             self.recompute_mlp = "mlp" in recompute
         self.drop_norms = "layernorm" in recompute
 
-    def forward(self, x_LH: Tensor) -> Tensor:
-        """This rank's tokens through the layer."""
+    def forward(self, x_LH: Tensor, layout: PackLayout | None = None) -> Tensor:
+        """This rank's tokens through the layer; ``layout`` says where they lie, unless the plan does."""
+        attend = partial(self.attention, layout=layout)
+        update = partial(self.mlp, layout=layout) if isinstance(self.mlp, MoeBlock) else self.mlp
         with offloading("attn_norm", x_LH):
-            attended_LH = self._normed(x_LH, self.attention_norm, self.attention, recompute=False)
+            attended_LH = self._normed(x_LH, self.attention_norm, attend, recompute=False)
         x_LH = self._add(x_LH, attended_LH)
         with offloading("mlp_norm", x_LH):
-            update_LH = self._normed(x_LH, self.mlp_norm, self.mlp, recompute=self.recompute_mlp)
+            update_LH = self._normed(x_LH, self.mlp_norm, update, recompute=self.recompute_mlp)
         return self._add(x_LH, update_LH)
 
-    def _normed(self, x_LH: Tensor, weight_H: nn.Parameter, block: nn.Module, *, recompute: bool) -> Tensor:
+    def _normed(self, x_LH: Tensor, weight_H: nn.Parameter, block: Callable[..., Tensor], *, recompute: bool) -> Tensor:
         """``block`` of the norm of x, keeping as much of it as the plan's recompute leaves."""
 
         def norm(x_LH: Tensor) -> tuple[Tensor]:
@@ -58,8 +64,7 @@ class DecoderLayer(nn.Module):
                 return (rms_norm(x_LH, weight_H, self.eps),)
 
         def run(normed_LH: Tensor) -> Tensor:
-            out_LH: Tensor = checkpointed(block, normed_LH) if recompute else block(normed_LH)
-            return out_LH
+            return checkpointed(block, normed_LH) if recompute else block(normed_LH)
 
         if self.drop_norms:
             return dropping_output(norm, (x_LH,), run)

@@ -94,7 +94,7 @@ def make_figures(
         step_s=step_s,
         tokens_per_s_per_gpu=tokens_per_s_per_gpu,
         model_tflops_per_gpu=tokens_per_s_per_gpu
-        * training_flops_per_token(plan.model, plan.seq_len, plan.packed_lengths)
+        * training_flops_per_token(plan.model, plan.seq_len, plan.flop_lengths)
         / TFLOP,
         peak_memory_bytes=max(sum(stage.memory_bytes.values()) for stage in stages),
         memory_bytes=memory,

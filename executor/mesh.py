@@ -3,11 +3,13 @@
 Every rank creates every group, in one order, because ``torch.distributed`` asks for it (report section 4.1).
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
 from moeplan import folding as grids
+from moeplan.cp_schedule import largest_group
 from moeplan.folding import Folding
 from moeplan.plan import Plan
 
@@ -49,6 +51,9 @@ class Mesh:
 
     ``cp_heads`` and ``cp_ring`` are the two axes of ``cp``: neighbours that split heads among them (a2a), and ranks
     that many places apart, which pass keys and values on (p2p) or gather them.
+
+    ``cp_blocks``, of dynamic context parallelism: by a power of two the neighbours in ``dp_cp`` that this rank shares a
+    pack of that many ranks with, and ``tp_cp_blocks`` those with their tp groups. A last block may be missing.
     """
 
     rank: int
@@ -67,21 +72,29 @@ class Mesh:
     ep: Group
     etp_ep: Group
     edp: Group
+    cp_blocks: Mapping[int, Group] = field(default_factory=dict)
+    tp_cp_blocks: Mapping[int, Group] = field(default_factory=dict)
 
 
-def build_mesh(folding: Folding, rank: int, *, overlaps_exchange: bool = False, cp_head_ranks: int = 1) -> Mesh:
+def build_mesh(
+    folding: Folding, rank: int, *, overlaps_exchange: bool = False, cp_head_ranks: int = 1, has_cp_blocks: bool = False
+) -> Mesh:
     """The groups of ``rank``. Collective: all ranks of an initialised process group call it with the same folding.
 
     Groups with the same members share one communicator; a world of one needs no process group at all. Where exchanges
     of tokens run beside other collectives (``overlaps_exchange``), their groups have communicators of their own.
-    ``cp_head_ranks``: the size of ``cp_heads``, a divisor of cp.
+    ``cp_head_ranks``: the size of ``cp_heads``, a divisor of cp. ``has_cp_blocks``: those of every size are made.
     """
     made: dict[tuple[bool, tuple[int, ...]], dist.ProcessGroup | None] = {}
     groups: dict[str, Group] = {}
-    members = {name: folding.groups(grid, axes) for name, grid, axes in GROUP_AXES}
+    members: dict[str, list[tuple[int, ...]]] = {name: folding.groups(grid, axes) for name, grid, axes in GROUP_AXES}
     starts = range(0, folding.cp, cp_head_ranks)
     members["cp_heads"] = [ranks[start : start + cp_head_ranks] for ranks in members["cp"] for start in starts]
     members["cp_ring"] = [ranks[start::cp_head_ranks] for ranks in members["cp"] for start in range(cp_head_ranks)]
+    sizes = _block_sizes(folding) if has_cp_blocks else ()
+    for size in sizes:
+        members[f"cp_block_{size}"] = _blocks(members["dp_cp"], size)
+        members[f"tp_cp_block_{size}"] = _blocks(members["stage"], size * folding.tp)
     for name, parts in members.items():
         apart = overlaps_exchange and name in EXCHANGE_GROUPS
         for ranks in parts:
@@ -90,10 +103,30 @@ def build_mesh(folding: Folding, rank: int, *, overlaps_exchange: bool = False, 
                 made[apart, ranks] = dist.group.WORLD if is_world else dist.new_group(list(ranks))
             if rank in ranks:
                 groups[name] = Group(ranks, ranks.index(rank), made.get((apart, ranks)))
-    return Mesh(rank, folding, **groups)
+    cp_blocks, tp_cp_blocks = (
+        {size: block for size in sizes if (block := groups.pop(f"{name}_{size}", None)) is not None}
+        for name in ("cp_block", "tp_cp_block")
+    )
+    return Mesh(rank, folding, **groups, cp_blocks=cp_blocks, tp_cp_blocks=tp_cp_blocks)
+
+
+def _block_sizes(folding: Folding) -> tuple[int, ...]:
+    """Powers of two up to the ranks of dp x cp."""
+    return tuple(1 << power for power in range(largest_group(folding.dp * folding.cp).bit_length()))
+
+
+def _blocks(groups: list[tuple[int, ...]], size: int) -> list[tuple[int, ...]]:
+    """Whole blocks of ``size`` neighbours in each group."""
+    return [ranks[start : start + size] for ranks in groups for start in range(0, len(ranks) - size + 1, size)]
 
 
 def plan_mesh(plan: Plan, rank: int) -> Mesh:
     """The mesh of ``rank`` as the plan needs it. Collective."""
     overlaps = plan.ep_overlap or plan.shared_expert_overlap
-    return build_mesh(plan.folding, rank, overlaps_exchange=overlaps, cp_head_ranks=plan.point.cp_head_ranks)
+    return build_mesh(
+        plan.folding,
+        rank,
+        overlaps_exchange=overlaps,
+        cp_head_ranks=plan.point.cp_head_ranks,
+        has_cp_blocks=plan.dynamic_cp,
+    )

@@ -106,20 +106,27 @@ class ModelStage(nn.Module):
         hidden = self.hidden_states(batch, received_PLH)
         if not self.stage.has_loss:
             return torch.stack(hidden) if len(hidden) > 1 else hidden[0][None]
-        return torch.stack([self._loss(x_LH, batch.targets[depth], depth) for depth, x_LH in enumerate(hidden)])
+        has_gaps = batch.layout is not None
+        return torch.stack(
+            [
+                self._loss(x_LH, batch.targets[depth], has_gaps=has_gaps or depth > 0)
+                for depth, x_LH in enumerate(hidden)
+            ]
+        )
 
     def hidden_states(self, batch: MicroBatch, received_PLH: Tensor | None) -> list[Tensor]:
         """Hidden states [L, H] of each depth after this stage's layers and norms."""
         hidden = [self._embed(batch.tokens[0])] if received_PLH is None else list(received_PLH.unbind())
         with self.offloader.chunk() if self.offloader is not None else nullcontext():
             for index, layer in enumerate(self.layers, self.first_layer):
-                hidden[0] = self.run_layer(index, partial(self.decoder_layer, layer), hidden[0])
+                run = partial(self.decoder_layer, partial(layer, layout=batch.layout))
+                hidden[0] = self.run_layer(index, run, hidden[0])
             if self.final_norm is not None:
                 with scope("elementwise"):
                     hidden[0] = rms_norm(hidden[0], self.final_norm, self.eps)
             for depth, layer in enumerate(self.mtp, self.first_depth):
                 index = self.first_layer + self.stage.num_layers + depth - self.first_depth
-                run = partial(layer, self._embed(batch.tokens[depth]))
+                run = partial(layer, self._embed(batch.tokens[depth]), layout=batch.layout)
                 hidden.append(self.run_layer(index, run, hidden[-1]))
         return hidden
 
@@ -127,11 +134,10 @@ class ModelStage(nn.Module):
         """Layer ``index`` of this rank, sending to the host what the plan offloads."""
         return run(x_LH) if self.offloader is None else self.offloader.run_layer(index, run, x_LH)
 
-    def decoder_layer(self, layer: nn.Module, x_LH: Tensor) -> Tensor:
+    def decoder_layer(self, layer: Callable[[Tensor], Tensor], x_LH: Tensor) -> Tensor:
         """``layer`` of x, run again whole in backward under full recompute."""
         if not self.recompute_layers:
-            out_LH: Tensor = layer(x_LH)
-            return out_LH
+            return layer(x_LH)
         with offloading("attn_norm", x_LH):
             return checkpointed(layer, x_LH)
 
@@ -140,11 +146,12 @@ class ModelStage(nn.Module):
         x_LH: Tensor = self.embed(tokens_T)
         return x_LH
 
-    def _loss(self, x_LH: Tensor, targets_T: Tensor, depth: int) -> Tensor:
+    def _loss(self, x_LH: Tensor, targets_T: Tensor, *, has_gaps: bool) -> Tensor:
+        """Summed over the tokens, under ``has_gaps`` over those with a target."""
         assert self.head_loss is not None
         loss_T: Tensor = self.head_loss(x_LH, targets_T)
         with scope("loss"):
-            return loss_T.sum() if depth == 0 else (loss_T * (targets_T != NO_TARGET)).sum()
+            return (loss_T * (targets_T != NO_TARGET)).sum() if has_gaps else loss_T.sum()
 
 
 class Transformer(nn.Module):

@@ -18,6 +18,7 @@ from moeplan.executor.linear import local_linear
 from moeplan.executor.mesh import Mesh
 from moeplan.executor.mlp import Mlp
 from moeplan.executor.offload import offloading
+from moeplan.executor.pack_layout import PackLayout
 from moeplan.executor.paged_stash import PagedStash
 from moeplan.executor.parameters import ParameterTable, residual_std, split_piece, stack_piece
 from moeplan.executor.quantized import expert_gemm
@@ -134,21 +135,21 @@ class MoeBlock(nn.Module):
         if moe.shared_gate:
             self.shared_gate = table.add_whole(f"{name}.shared_gate.weight", (1, plan.model.hidden_size))
 
-    def forward(self, x_LH: Tensor) -> Tensor:
+    def forward(self, x_LH: Tensor, layout: PackLayout | None = None) -> Tensor:
         """The block's addition to the residual stream of this rank's tokens."""
         if self.overlap_shared:
-            return self._share_beside(x_LH)
+            return self._share_beside(x_LH, layout)
         shared_LH = None
         if self.shared is not None:
             shared_LH = checkpointed(self._share, x_LH) if self.recompute_shared else self._share(x_LH)
-        routed_LH = self._route(x_LH)
+        routed_LH = self._route(x_LH, layout)
         if shared_LH is None:
             return routed_LH
         with scope("elementwise"):
             return routed_LH + shared_LH
 
-    def _route(self, x_LH: Tensor, beside: Beside | None = None) -> Tensor:
-        routing: Routing = self.router(x_LH)
+    def _route(self, x_LH: Tensor, layout: PackLayout | None, beside: Beside | None = None) -> Tensor:
+        routing: Routing = self.router(x_LH, layout)
         if self.echo is None:
             return route_tokens(self.dispatcher, self._run_experts, x_LH, routing, beside)
         echo_plan = self.echo.plan(routing.expert_index_TK)
@@ -169,7 +170,7 @@ class MoeBlock(nn.Module):
         assert self.shared is not None
         return self._gated(x_LH, self.shared(x_LH))
 
-    def _share_beside(self, x_LH: Tensor) -> Tensor:
+    def _share_beside(self, x_LH: Tensor, layout: PackLayout | None) -> Tensor:
         """The shared expert's first matrix runs beside the dispatch, its second beside the combine (section 2.6)."""
         shared, made = self.shared, list[Tensor]()
         assert shared is not None
@@ -177,7 +178,7 @@ class MoeBlock(nn.Module):
             dispatch=lambda: made.append(shared.expand(x_LH)),
             combine=lambda: made.append(self._gated(x_LH, shared.project(made.pop()))),
         )
-        routed_LH = self._route(x_LH, beside)
+        routed_LH = self._route(x_LH, layout, beside)
         with scope("elementwise"):
             return routed_LH + made.pop()
 

@@ -3,6 +3,8 @@
 Shapes: L tokens of this rank, H hidden.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
@@ -10,6 +12,7 @@ from moeplan.executor.decoder_layer import DecoderLayer
 from moeplan.executor.linear import local_linear
 from moeplan.executor.mesh import Mesh
 from moeplan.executor.offload import offloading
+from moeplan.executor.pack_layout import PackLayout
 from moeplan.executor.parameters import ParameterTable
 from moeplan.executor.recompute import checkpointed
 from moeplan.executor.scopes import scope
@@ -33,15 +36,15 @@ class MtpLayer(nn.Module):
         self.layer = DecoderLayer(plan, layer, mesh, table)
         self.final_norm = table.add_norm(f"{name}.final_norm.weight", hidden)
 
-    def forward(self, embedding_LH: Tensor, hidden_LH: Tensor) -> Tensor:
+    def forward(self, embedding_LH: Tensor, hidden_LH: Tensor, layout: PackLayout | None = None) -> Tensor:
         """Normed hidden state of this depth, for the shared head and the depth after it."""
         both = (self._norm(embedding_LH, self.embedding_norm), self._norm(hidden_LH, self.hidden_norm))
         x_LH = local_linear(torch.cat(both, 1), self.projection)
         if self.recompute_layer:
             with offloading("attn_norm", x_LH):
-                x_LH = checkpointed(self.layer, x_LH)
+                x_LH = checkpointed(partial(self.layer, layout=layout), x_LH)
         else:
-            x_LH = self.layer(x_LH)
+            x_LH = self.layer(x_LH, layout=layout)
         return self._norm(x_LH, self.final_norm)
 
     def _norm(self, x_LH: Tensor, weight_H: Tensor) -> Tensor:

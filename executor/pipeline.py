@@ -15,7 +15,7 @@ from torch.autograd import Function
 
 from moeplan.executor.crossing import Course, on_course
 from moeplan.executor.mesh import Group, Mesh
-from moeplan.executor.micro_batch import MicroBatch, loss_weights
+from moeplan.executor.micro_batch import MicroBatch, StepShape, plan_shape
 from moeplan.executor.model import ModelStage, Transformer, embedding_holders
 from moeplan.executor.overlap import PairRunner
 from moeplan.executor.pipeline_links import PipelineLinks
@@ -55,12 +55,19 @@ class Pipeline:
         self.plan, self.mesh, self.model = plan, mesh, model
         self.rank, self.last_stage = mesh.pp.index, plan.pp * plan.vp - 1
         table = model.table
-        self.weights_P = torch.tensor(loss_weights(plan), dtype=torch.float64, device=table.device)
+        self.shape = plan_shape(plan)
+        self.weights_P = torch.tensor(self.shape.loss_weights, dtype=torch.float64, device=table.device)
         self.links = PipelineLinks(plan, mesh, table.dtype, table.device)
         self.pairs = PairRunner(table.device, delay_wgrad=plan.delay_wgrad) if plan.ep_overlap else None
         self._running: dict[tuple[int, int], _Running] = {}
         self._batches: dict[int, MicroBatch] = {}
         self._loss_P = torch.zeros_like(self.weights_P)
+
+    def take(self, shape: StepShape) -> None:
+        """Let the steps that follow have this shape rather than the plan's."""
+        if shape != self.shape:
+            self.shape = shape
+            self.weights_P = self.weights_P.new_tensor(shape.loss_weights)
 
     def run(self, micro_batch: Callable[[int], MicroBatch]) -> Tensor:
         """Forward and backward of every micro-batch; the summed loss [depths] of this rank, zero without the loss.
@@ -70,7 +77,7 @@ class Pipeline:
         if self.plan.cuda_graph:
             return self._graph.step(micro_batch, self.plan.num_micro_batches)
         self._loss_P = torch.zeros_like(self.weights_P)
-        self.links.expect(("F", "B"), self._order)
+        self.links.expect(("F", "B"), self._order, self.shape.num_tokens)
         if self.pairs is None:
             for step in self._order(self.rank):
                 self._run_step(step, micro_batch)
@@ -104,7 +111,7 @@ class Pipeline:
     def _run_pairs(self, pairs: PairRunner, micro_batch: Callable[[int], MicroBatch]) -> None:
         plan = self.plan
         for forward, backward in paired_order(
-            plan.pp, plan.vp, plan.num_micro_batches, self.rank, plan.micro_batch_group_size
+            plan.pp, plan.vp, self.shape.num_micro_batches, self.rank, plan.micro_batch_group_size
         ):
             course = Course()
             if forward is None or backward is None:
@@ -121,7 +128,7 @@ class Pipeline:
     def evaluate(self, micro_batch: Callable[[int], MicroBatch]) -> Tensor:
         """As :meth:`run` without backward: the loss alone."""
         self._loss_P = torch.zeros_like(self.weights_P)
-        self.links.expect(("F",), self._order)
+        self.links.expect(("F",), self._order, self.shape.num_tokens)
         for step in self._order(self.rank):
             if step.kind == "F":
                 self._forward(step.chunk * self.plan.pp + self.rank, step.micro_batch, micro_batch)
@@ -166,7 +173,7 @@ class Pipeline:
 
     def _order(self, rank: int) -> tuple[ChunkStep, ...]:
         plan = self.plan
-        return rank_order(plan.pp, plan.vp, plan.num_micro_batches, rank, plan.micro_batch_group_size)
+        return rank_order(plan.pp, plan.vp, self.shape.num_micro_batches, rank, plan.micro_batch_group_size)
 
 
 def embedding_group(plan: Plan, mesh: Mesh) -> Group | None:

@@ -67,10 +67,17 @@ class PipelineLinks:
         # Hidden states that arrive at each stage.
         self.num_depths = tuple(1 + sum(stage.num_mtp for stage in stages[:index]) for index in range(len(stages)))
         self.links = _build_links(plan, mesh)
+        self._num_tokens: Sequence[int] = ()
         self._sending: list[tuple[Tensor, list[dist.Work]]] = []
 
-    def expect(self, kinds: Sequence[Kind], order: Callable[[int], Sequence[ChunkStep]]) -> None:
-        """Begin a step in which every pipeline rank r sends messages of ``kinds`` in the order ``order(r)``."""
+    def expect(
+        self, kinds: Sequence[Kind], order: Callable[[int], Sequence[ChunkStep]], num_tokens: Sequence[int]
+    ) -> None:
+        """Begin a step in which every pipeline rank r sends messages of ``kinds`` in the order ``order(r)``.
+
+        ``num_tokens``: of each micro-batch on this rank.
+        """
+        self._num_tokens = num_tokens
         for (kind, sender, receiver), link in self.links.items():
             if receiver == self.rank:
                 link.expected = deque(self._sent_by(sender, kind, order(sender)) if kind in kinds else ())
@@ -104,9 +111,9 @@ class PipelineLinks:
 
     def _empty(self, message: Message) -> Tensor:
         """Room for a message: its shape is that of the hidden states between its two stages."""
-        kind, stage, _ = message
+        kind, stage, index = message
         depths = self.num_depths[stage + 1 if kind == "F" else stage]
-        hidden = (depths, self.plan.tokens_per_rank, self.plan.model.hidden_size)
+        hidden = (depths, self._num_tokens[index], self.plan.model.hidden_size)
         return torch.empty(hidden, dtype=self.dtype, device=self.device)
 
     def _sent_by(self, sender: int, kind: Kind, order: Sequence[ChunkStep]) -> list[Message]:

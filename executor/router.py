@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from moeplan.executor.collectives import all_reduce
 from moeplan.executor.dtypes import at_least_fp32
 from moeplan.executor.mesh import Mesh
+from moeplan.executor.pack_balance import count_real, pack_balance_loss, pack_z_loss
+from moeplan.executor.pack_layout import PackLayout
 from moeplan.executor.parameters import ParameterTable, whole_piece
 from moeplan.executor.routing import RoutingControl
 from moeplan.executor.scopes import scope
@@ -67,8 +69,8 @@ class Router(nn.Module):
             )
         self.control: RoutingControl | None = None
 
-    def forward(self, x_LH: Tensor) -> Routing:
-        """Probabilities and indices of the chosen experts."""
+    def forward(self, x_LH: Tensor, layout: PackLayout | None = None) -> Routing:
+        """Probabilities and indices of the chosen experts; padding of a ``layout`` is not counted."""
         with scope("router"):
             logits_LE = router_logits(x_LH, self.weight)
             if self.logit_bias is not None:
@@ -76,8 +78,11 @@ class Router(nn.Module):
             routing = self._route(logits_LE)
             # Where gradients are off, this is validation, or the first of two runs under recompute.
             if self.bias_E is not None and torch.is_grad_enabled():
-                self.num_copies_E += count_tokens(routing.expert_index_TK, self.moe.num_experts)[0]
-            probs_LK = self._with_losses(routing, logits_LE)
+                self.num_copies_E += self._count(routing.expert_index_TK, layout)
+            if layout is None:
+                probs_LK = self._with_losses(routing, logits_LE)
+            else:
+                probs_LK = self._with_pack_losses(routing, logits_LE, layout)
             index_LK = routing.expert_index_TK
             if self.capacity is not None:
                 policy = self.spec.drop_policy
@@ -104,6 +109,21 @@ class Router(nn.Module):
         if self.spec.z_loss_coeff > 0:
             loss = z_loss(logits_LE, self.spec.z_loss_coeff)
             probs_LK = attach_loss(probs_LK, loss, self.loss_scale / self.mesh.tp_cp.size)
+        return probs_LK
+
+    def _count(self, index_LK: Tensor, layout: PackLayout | None) -> Tensor:
+        """Copies [E] of this rank's tokens by expert."""
+        if layout is None:
+            return count_tokens(index_LK, self.moe.num_experts)[0]
+        return count_real(index_LK, self.moe.num_experts, layout)
+
+    def _with_pack_losses(self, routing: Routing, logits_LE: Tensor, layout: PackLayout) -> Tensor:
+        """As :meth:`_with_losses`, where each token counts the same in whatever pack it is."""
+        probs_LK = routing.probs_TK
+        if self.spec.aux_loss != "none" and self.spec.aux_loss_coeff > 0:
+            probs_LK = attach_loss(probs_LK, pack_balance_loss(routing, self.moe, layout))
+        if self.spec.z_loss_coeff > 0:
+            probs_LK = attach_loss(probs_LK, pack_z_loss(logits_LE, self.spec.z_loss_coeff, layout))
         return probs_LK
 
     def _balance_loss(self, routing: Routing) -> Tensor:

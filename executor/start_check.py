@@ -8,6 +8,7 @@ from moeplan.executor.check import (
     check_export,
     check_graph,
     check_init_from,
+    check_places,
     check_run,
     check_supported,
     check_world,
@@ -35,6 +36,7 @@ def check_start(plan: Plan, run: RunConfig, num_processes: int, out: Path) -> No
     check_supported(plan)
     check_run(run)
     check_graph(plan, run)
+    check_places(plan, run)
     run_files(run, plan.seq_len)
     check_export(plan, run)
     check_init_from(plan, run)

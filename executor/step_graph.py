@@ -83,7 +83,8 @@ class StepGraph:
     def _capture(self, batch: MicroBatch) -> _Captured:
         """The kernels of a micro-batch, without running them."""
         if self._batch is None:
-            self._batch = MicroBatch(*(tuple(ids.clone() for ids in part) for part in (batch.tokens, batch.targets)))
+            tokens, targets = (tuple(ids.clone() for ids in part) for part in (batch.tokens, batch.targets))
+            self._batch = MicroBatch(tokens, targets)
             torch.cuda.synchronize()
             torch.cuda.empty_cache()  # graphs have memory of their own: what eager steps took must not stay beside it
         before = {id(main) for main in self._main_grads if main.is_clear}

@@ -20,6 +20,7 @@ from moeplan.executor.mesh import Mesh
 from moeplan.executor.micro_batch import MicroBatch, cut_micro_batch
 from moeplan.executor.model import Transformer
 from moeplan.executor.optimizer import ChainedOptimizer
+from moeplan.executor.pack_batches import PackBatches, moved
 from moeplan.executor.paired_weight_grad import pair_weight_grads
 from moeplan.executor.pipeline import Pipeline, embedding_group
 from moeplan.executor.power import PowerSamples
@@ -75,6 +76,7 @@ class Trainer:
         self.plan, self.run, self.mesh, self.tokens, self.device = plan, run, mesh, tokens, device
         self.model = Transformer(plan, mesh, run.seed, device, first_weights(plan, run))
         self.pipeline = Pipeline(plan, mesh, self.model)
+        self.packs = PackBatches(plan, mesh, tokens, device) if plan.dynamic_cp else None
         self.routing = RoutingControl(plan, run, mesh)
         for router in self.model.routers():
             router.control = self.routing
@@ -98,6 +100,7 @@ class Trainer:
     def step(self, number: int) -> StepResult:
         """One step over the global batch. RunFailedError names step and rank where loss or gradient is not finite."""
         self.routing.begin(number + 1)
+        self._take_shape()
         loss_sum = self.pipeline.run(lambda index: self._micro_batch(number, index))[0] / self.plan.tokens_per_step
         # Ranks without the loss bring zero; those of a tp group all have the same one.
         losses, stops = self._gathered(loss_sum * (self.mesh.tp.index == 0), float(self.stop_requested))
@@ -134,15 +137,23 @@ class Trainer:
 
         def loss_of(batch: int) -> float:
             def micro_batch(index: int) -> MicroBatch:
+                if self.packs is not None:
+                    return self.packs.validation_micro_batch(index, batch, num_batches)
                 first = (self.mesh.dp.index * plan.num_micro_batches + index) * plan.mbs
                 first += batch * plan.global_batch_size
                 tokens, targets = self.tokens.validation_batch(first, plan.mbs, total)
-                return cut_micro_batch(self._moved(tokens), self._moved(targets), plan, self.mesh.cp)
+                return self._cut(tokens, targets)
 
             loss_sum = self.pipeline.evaluate(micro_batch)[0] / plan.tokens_per_step
             return sum(self._gathered(loss_sum * (self.mesh.tp.index == 0), 0.0)[0])
 
+        self._take_shape()
         return sum(map(loss_of, range(num_batches))) / num_batches
+
+    def _take_shape(self) -> None:
+        """Let the pipeline run the micro-batches that the documents of a step make."""
+        if self.packs is not None:
+            self.pipeline.take(self.packs.shape())
 
     def _gathered(self, first: torch.Tensor, second: float) -> tuple[list[float], list[float]]:
         """Two numbers of every rank of the world in one collective."""
@@ -153,13 +164,13 @@ class Trainer:
     def _micro_batch(self, number: int, index: int) -> MicroBatch:
         """Ids of micro-batch ``index`` of this rank's dp index."""
         plan, self.progress = self.plan, self.progress + 1
+        if self.packs is not None:
+            return self.packs.micro_batch(number, index)
         first = (self.mesh.dp.index * plan.num_micro_batches + index) * plan.mbs
-        tokens, targets = self.tokens.batch(number, first, plan.mbs)
-        return cut_micro_batch(self._moved(tokens), self._moved(targets), plan, self.mesh.cp)
+        return self._cut(*self.tokens.batch(number, first, plan.mbs))
 
-    def _moved(self, ids: torch.Tensor) -> torch.Tensor:
-        """Token ids on the device. Pinned, or the host would wait there for the micro-batch before."""
-        return ids.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else ids
+    def _cut(self, tokens: torch.Tensor, targets: torch.Tensor) -> MicroBatch:
+        return cut_micro_batch(moved(tokens, self.device), moved(targets, self.device), self.plan, self.mesh.cp)
 
 
 def train(trainer: Trainer, report: Progress, log: StepLog | None = None) -> TrainingRecord:

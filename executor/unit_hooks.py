@@ -204,8 +204,10 @@ def attach_hooks(model: Transformer, units: Sequence[tuple[Unit, FlatBuffer]], p
 
 
 def _attach_step_end(stage: ModelStage, used: Mapping[int, list[FlatBuffer]], shared: set[int], plan: Plan) -> None:
-    # Delayed weight gradients are not there yet when backward leaves their layer.
-    num = plan.num_micro_batches if plan.overlap_grad_reduce and not plan.delay_wgrad else 0
+    # Delayed weight gradients are not there yet when backward leaves their layer. How many backwards a step has that
+    # packs documents anew is not known here.
+    is_early = plan.overlap_grad_reduce and not plan.delay_wgrad and not plan.dynamic_cp
+    num = plan.num_micro_batches if is_early else 0
     num_backwards = [(layer, num) for layer in stage_layers(stage)]
     if stage.head_loss is not None:
         num_depths = 1 + plan.model.num_mtp_layers

@@ -62,6 +62,22 @@ def attention_core_macs(
     return width * mean_keys_per_token(model, layer, seq_len, packed_lengths)
 
 
+def attention_flops_by_window(model: ModelSpec) -> dict[int | None, float]:
+    """Training FLOPs of attention per token and key, summed over the layers of each window (None: no window)."""
+    attention = model.attention
+    layer_flops = 6.0 * attention.num_heads * (attention.qk_head_dim + attention.v_head_dim)
+    found: dict[int | None, float] = {}
+    for layer in (*range(model.num_layers), *(None,) * model.num_mtp_layers):
+        window = _window(model, layer)
+        found[window] = found.get(window, 0.0) + layer_flops
+    return found
+
+
+def seen_keys(length: float, window: int | None) -> float:
+    """Keys that all tokens of one document of ``length`` attend to, causally and inside the window."""
+    return length * _mean_keys(length, window)
+
+
 def mlp_macs(model: ModelSpec, kind: LayerKind) -> float:
     """Multiply-adds per token of the MLP or of the chosen and shared experts of one layer."""
     if kind == "dense" or model.moe is None:

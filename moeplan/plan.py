@@ -15,6 +15,7 @@ from moeplan.legality import violations
 from moeplan.model_spec import ModelSpec
 from moeplan.point import Point
 from moeplan.record import Record
+from moeplan.step_packs import dynamic_cp_violations
 from moeplan.vocabulary import (
     CpComm,
     CudaGraphScope,
@@ -50,6 +51,15 @@ class Plan(Record):
     cp_a2a_size: PositiveInt = Field(default=1, description="ranks that split heads under a2a+p2p, a divisor of cp")
     packed_lengths: tuple[PositiveInt, ...] = Field(
         default=(), description="documents that fill each sequence, none seeing another; empty: one document"
+    )
+    dynamic_cp: bool = Field(
+        default=False, description="a cp for each pack of documents, up to dp x cp ranks, in every micro-batch"
+    )
+    document_lengths: tuple[PositiveInt, ...] = Field(
+        default=(), description="under dynamic_cp, tokens of each document of a step, none seeing another"
+    )
+    max_tokens_per_rank: int = Field(
+        default=0, ge=0, description="under dynamic_cp, tokens of a pack on each of its ranks; 0: mbs x seq_len / cp"
     )
     sequence_parallel: bool = Field(default=True, description="tp splits norms and residuals by tokens as well")
     pp: PositiveInt = 1
@@ -117,6 +127,8 @@ class Plan(Record):
                 object.__setattr__(self, degree, derived)
             for key, problem in violations(self.model, self._unchecked_point()):
                 raise ValueError(f"{key}: {problem}")
+            for key, problem in dynamic_cp_violations(self):
+                raise ValueError(f"{key}: {problem}")
             if self.tp > 1 and not self.sequence_parallel:
                 who = "MoE layers" if self.model.moe else "predictions"
                 raise ValueError(f"sequence_parallel: {who} under tp {self.tp} need it, got False")
@@ -159,6 +171,11 @@ class Plan(Record):
     def documents(self) -> tuple[int, ...]:
         """Lengths of the documents of each sequence: one of ``seq_len`` tokens where nothing is packed."""
         return self.packed_lengths or (self.seq_len,)
+
+    @property
+    def flop_lengths(self) -> tuple[int, ...]:
+        """Lengths of documents in the proportions that attention's FLOPs depend on; empty: whole sequences."""
+        return self.document_lengths or self.packed_lengths
 
     @property
     def tokens_per_step(self) -> int:

@@ -33,7 +33,7 @@ def predict(plan: Plan, profile: HardwareProfile, stack: SoftwareStack) -> Figur
     time = model.step_times([plan.point])[0]
     trust = doubt(model, plan.point)
     memory = memory_by_rank(plan.model, plan.point, stack, profile)
-    flops_per_token = training_flops_per_token(plan.model, plan.seq_len, plan.packed_lengths)
+    flops_per_token = training_flops_per_token(plan.model, plan.seq_len, plan.flop_lengths)
     tokens_per_s_per_gpu = plan.tokens_per_step / time.step_s / plan.num_gpus
     return Figures(
         kind="prediction",

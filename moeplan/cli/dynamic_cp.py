@@ -63,7 +63,7 @@ def _schedule(schedule: PackSchedule) -> dict[str, Any]:
         "num_micro_batches": len(schedule.micro_batches),
         "tokens_by_cp": {str(size): tokens for size, tokens in schedule.tokens_by_size.items()},
         "micro_batches": [
-            [{"cp": pack.num_ranks, "lengths": list(pack.lengths), "seconds": pack.seconds} for pack in one.packs]
+            [{"cp": pack.num_ranks, "lengths": list(pack.lengths), "seconds": pack.cost} for pack in one.packs]
             for one in schedule.micro_batches
         ],
     }

@@ -133,5 +133,5 @@ def _train(plan: Plan, run_config: RunConfig, options: RunOptions) -> Figures | 
 
 
 def _flops(plan: Plan) -> str:
-    flops = training_flops_per_token(plan.model, plan.seq_len, plan.packed_lengths) * plan.tokens_per_step
+    flops = training_flops_per_token(plan.model, plan.seq_len, plan.flop_lengths) * plan.tokens_per_step
     return f"{flops / 1e9:.3g} model GFLOP"

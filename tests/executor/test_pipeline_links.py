@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from moeplan.executor.mesh import build_mesh
+from moeplan.executor.micro_batch import plan_shape
 from moeplan.executor.pipeline_links import NUM_AHEAD, Kind, PipelineLinks
 from moeplan.pipeline_order import rank_order
 from moeplan.plan import Plan
@@ -26,7 +27,8 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GlooPool]:
 
 def links_of(rank: int, plan: Plan) -> PipelineLinks:
     links = PipelineLinks(plan, build_mesh(plan.folding, rank), torch.float64, CPU)
-    links.expect(("F", "B"), partial(rank_order, plan.pp, plan.vp, plan.num_micro_batches))
+    order = partial(rank_order, plan.pp, plan.vp, plan.num_micro_batches)
+    links.expect(("F", "B"), order, plan_shape(plan).num_tokens)
     return links
 
 

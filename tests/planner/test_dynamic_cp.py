@@ -11,8 +11,8 @@ from moeplan.errors import InvalidInputError
 from moeplan.hwprofiles.load import load_profile
 from moeplan.plan import Plan
 from moeplan.planner.dynamic_cp import CpComparison, PackSchedule, compare_cp
-from moeplan.planner.pack_costs import PackCosts
 from moeplan.presets import load_model
+from moeplan.simulator.pack_costs import PackCosts
 from moeplan.simulator.predict import predict
 from moeplan.simulator.stack import load_stack
 
@@ -94,7 +94,7 @@ def test_limits_hold() -> None:
 
 def test_a_pack_costs_what_the_plan_predicts() -> None:
     """One whole sequence on the plan's own cp is one micro-batch of the prediction, its embedding and loss included."""
-    pack_s = COSTS.pack_s(131072, COSTS.attention_s(131072, 16), 16)
+    pack_s = COSTS.pack(131072, COSTS.attention(131072, 16), 16)
     predicted = predict(PLAN, H100, BRIDGE)
     once = sum(predicted.time_s[family].exposed_s for family in ("optimizer", "dp_comm"))
     assert pack_s * PLAN.num_micro_batches == pytest.approx(predicted.step_s - once, rel=0.03)
@@ -102,9 +102,9 @@ def test_a_pack_costs_what_the_plan_predicts() -> None:
 
 @given(st.integers(1, 131072), st.sampled_from([1, 2, 4, 8, 16]))
 def test_longer_documents_take_longer_and_more_ranks_less_arithmetic(length: int, num_ranks: int) -> None:
-    assert COSTS.attention_s(length, num_ranks) <= COSTS.attention_s(2 * length, num_ranks)
+    assert COSTS.attention(length, num_ranks) <= COSTS.attention(2 * length, num_ranks)
     if length > 4096:
-        assert COSTS.attention_s(length, 2 * num_ranks) < COSTS.attention_s(length, num_ranks)
+        assert COSTS.attention(length, 2 * num_ranks) < COSTS.attention(length, num_ranks)
 
 
 def test_only_rings_change_their_size() -> None:

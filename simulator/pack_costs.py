@@ -48,7 +48,7 @@ class PackCosts:
         self._layers = {}
         self._linear = self._linear_costs()
 
-    def attention_s(self, length: int, num_ranks: int) -> float:
+    def attention(self, length: int, num_ranks: int) -> float:
         """Attention of one document, on each of the ranks that share it; padded to two chunks a rank."""
         pieces = 2 * num_ranks if num_ranks > 1 else 1
         padded = -(-length // pieces) * pieces
@@ -61,7 +61,7 @@ class PackCosts:
             )
         return self._attention[key]
 
-    def pack_s(self, num_tokens: int, attention_s: float, num_ranks: int) -> float:
+    def pack(self, num_tokens: int, attention_s: float, num_ranks: int) -> float:
         """A pack whose documents take ``attention_s`` in all, shared by ``num_ranks`` ranks."""
         linear_s = self._linear.fixed_s + self._linear.token_s * num_tokens / num_ranks
         if num_ranks == 1:
@@ -71,14 +71,19 @@ class PackCosts:
             return linear_s + attention_s + ring_s
         return linear_s + max(attention_s - last_s, ring_s) + last_s
 
-    def work_s(self, length: int) -> float:
+    def work(self, length: int) -> float:
         """Rank-seconds of one document on its own rank, what every pack costs left out."""
-        return self._linear.token_s * length + self.attention_s(length, 1)
+        return self._linear.token_s * length + self.attention(length, 1)
 
     @property
-    def fixed_s(self) -> float:
+    def fixed(self) -> float:
         """What every micro-batch costs, however few its tokens."""
         return self._linear.fixed_s
+
+    def ring_bytes(self, num_tokens: int, num_ranks: int) -> float:
+        """What a rank sends in the forward of one layer: its pack's keys and values on to the other ranks."""
+        local = -(-num_tokens // num_ranks)
+        return key_ring(self._builder(local * num_ranks, num_ranks), "rope").comm_bytes
 
     def _ring_s(self, num_tokens: int, num_ranks: int) -> float:
         local = -(-num_tokens // num_ranks)
@@ -124,7 +129,7 @@ class PackCosts:
                 if part.kind in ("dense", "moe"):
                     self._layers[part] = self._layers.get(part, 0) + count
         rest = [
-            float(seconds[rank]) - self.attention_s(size, 1) for seconds, size in ((small, tokens), (large, 2 * tokens))
+            float(seconds[rank]) - self.attention(size, 1) for seconds, size in ((small, tokens), (large, 2 * tokens))
         ]
         token_s = (rest[1] - rest[0]) / tokens
         return _Linear(max(0.0, rest[0] - token_s * tokens), token_s)

@@ -1,0 +1,99 @@
+"""Micro-batches under dynamic context parallelism: every rank works out the packs of a step, and reads its own.
+
+All ranks see the same lengths, so nothing has to be sent (report section 6 has them broadcast over the pipeline).
+
+Shapes: T tokens of the tp group, padding included.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from moeplan.cp_schedule import PlacedPack
+from moeplan.executor.data import TokenSource
+from moeplan.executor.mesh import Mesh
+from moeplan.executor.micro_batch import NO_TARGET, MicroBatch, StepShape, by_depth, document_weights
+from moeplan.executor.pack_layout import PackLayout
+from moeplan.plan import Plan
+from moeplan.step_packs import step_packs
+
+# Ids of a document by its place among those of the step and its length: one more than its tokens.
+ReadDocument = Callable[[int, int], Tensor]
+_NOBODYS = -1  # the document of an idle rank
+
+
+class PackBatches:
+    """The packs of this rank."""
+
+    def __init__(self, plan: Plan, mesh: Mesh, tokens: TokenSource, device: torch.device) -> None:
+        self.plan, self.mesh, self.tokens, self.device = plan, mesh, tokens, device
+
+    def shape(self) -> StepShape:
+        """How many micro-batches the step has, and tokens of each on this rank."""
+        lengths = self.plan.document_lengths
+        num_tokens = tuple(
+            self._layout(self._pack(index)).num_tokens // self.mesh.tp.size
+            for index in range(len(step_packs(self.plan, lengths)))
+        )
+        return StepShape(num_tokens, document_weights(self.plan, lengths))
+
+    def micro_batch(self, step: int, index: int) -> MicroBatch:
+        """Ids of this rank's pack in micro-batch ``index``."""
+        return self._read(index, lambda document, length: self.tokens.document(step, document, length))
+
+    def validation_micro_batch(self, index: int, batch: int = 0, num_batches: int = 1) -> MicroBatch:
+        """As :meth:`micro_batch`, of held-out ids of batch ``batch`` of as many, the same at every step."""
+        num = len(self.plan.document_lengths)
+
+        def read(document: int, length: int) -> Tensor:
+            return self.tokens.validation_document(batch * num + document, length, num_batches * num)
+
+        return self._read(index, read)
+
+    def _pack(self, index: int) -> PlacedPack | None:
+        """This rank's pack in a micro-batch; None where it has none."""
+        rank = self.mesh.dp_cp.index
+        packs = step_packs(self.plan, self.plan.document_lengths)[index]
+        return next((one for one in packs if one.first_rank <= rank < one.first_rank + one.num_ranks), None)
+
+    def _layout(self, pack: PlacedPack | None) -> PackLayout:
+        """An idle rank takes part with padding alone: others wait for it at every exchange of tokens."""
+        size = 1 if pack is None else pack.num_ranks
+        documents = () if pack is None else pack.documents
+        lengths = tuple(self.plan.document_lengths[document] for document in documents) or (0,)
+        return PackLayout(
+            lengths,
+            self.mesh.cp_blocks[size],
+            self.mesh.tp,
+            self.mesh.tp_cp_blocks[size],
+            self.plan.tokens_per_step,
+            self.device,
+        )
+
+    def _read(self, index: int, read: ReadDocument) -> MicroBatch:
+        pack = self._pack(index)
+        layout, documents = self._layout(pack), (_NOBODYS,) if pack is None else pack.documents
+        ids = [
+            read(document, length) if length else torch.zeros(1, dtype=torch.int64)
+            for document, length in zip(documents, layout.lengths, strict=True)
+        ]
+        ids_DT = torch.cat(list(map(self._depths, ids, layout.documents)), 1)
+        own_DT = moved(ids_DT, self.device)[:, layout.places_T]
+        tokens, targets = own_DT.chunk(2)
+        return MicroBatch(tuple(tokens), tuple(targets), layout)
+
+    def _depths(self, ids: Tensor, padded: int) -> Tensor:
+        """What each prediction depth reads, and below it what each predicts, of one document."""
+        read, predicted = by_depth(ids[None, :-1], ids[None, 1:], self.plan.model.num_mtp_layers)
+        return torch.cat([_padded(torch.cat(read), padded, 0), _padded(torch.cat(predicted), padded, NO_TARGET)])
+
+
+def _padded(ids_DL: Tensor, length: int, fill: int) -> Tensor:
+    return F.pad(ids_DL, (0, length - ids_DL.shape[1]), value=fill)
+
+
+def moved(ids: Tensor, device: torch.device) -> Tensor:
+    """Token ids on the device. Pinned, or the host would wait there for the micro-batch before."""
+    return ids.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else ids

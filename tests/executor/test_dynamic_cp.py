@@ -1,0 +1,157 @@
+"""Dynamic context parallelism on 2 to 4 processes against one process, in float64: whatever the mix of lengths."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+
+from moeplan.cp_schedule import PlacedPack
+from moeplan.executor import pack_batches
+from moeplan.executor.train import Trainer
+from moeplan.hwprofiles.load import load_profile
+from moeplan.plan import Plan
+from moeplan.simulator.pack_costs import PackCosts
+from moeplan.simulator.stack import load_stack
+from moeplan.step_packs import step_packs
+from tests.executor.cases import build_trainer, tiny_plan
+from tests.executor.folding_cases import MODELS, RUN, TOLERANCE, Ran, assert_same_run, ran
+from tests.executor.pools import Pools
+from tests.executor.traffic import counting_traffic
+
+# 128 tokens a step: long documents among short ones, many short ones, odd lengths, and one token left over at the end.
+MIXES = {
+    "long and short": (16, *(4,) * 8, 8, 8, 16, 2, 2, 2, 2, 8, 8, 8, 8, 4, 4),
+    "short": (2, 6, 4, 4) * 8,
+    "odd": (15, 1, 3, 13, 5, 11, 7, 9, 16, 1, 1, 14, 2, 10, 6, 4, 7, 3),
+    "left over": (*(16,) * 7, 11, 4, 1),
+    "whole sequences": (16,) * 8,
+}
+
+STEPS = 2
+
+
+def dynamic_plan(model: str, num_gpus: int, mix: str, **changes: Any) -> Plan:
+    """A rank holds eight tokens a micro-batch unless told otherwise; one rank alone has to hold every document."""
+    fields = {"dynamic_cp": True, "document_lengths": MIXES[mix], "max_tokens_per_rank": 8 if num_gpus > 1 else 16}
+    return tiny_plan(MODELS[model], num_gpus, **(fields | changes))
+
+
+def train_dynamic(rank: int, model: str, num_gpus: int, mix: str, changes: dict[str, Any]) -> Ran:
+    """All steps of one plan; every rank of it calls this together."""
+    return ran_steps(build_trainer(rank, dynamic_plan(model, num_gpus, mix, **changes), RUN))
+
+
+def ran_steps(trainer: Trainer) -> Ran:
+    results = [trainer.step(number) for number in range(STEPS)]
+    return ran(trainer, [result.loss for result in results], [result.grad_norm for result in results])
+
+
+@lru_cache
+def alone_dynamic(model: str, mix: str) -> Ran:
+    return train_dynamic(0, model, 1, mix, {})
+
+
+QUICK: dict[str, tuple[int, str, str, dict[str, Any]]] = {
+    "groups of 1, 2 and 4": (4, "gqa", "long and short", {"max_tokens_per_rank": 4, "ep": 4}),
+    "odd lengths, ranks without tokens": (4, "gqa", "left over", {"ep": 2}),
+    "padding cut by tp2": (4, "gqa", "odd", {"tp": 2, "ep": 4}),
+}
+REST: dict[str, tuple[int, str, str, dict[str, Any]]] = {
+    "groups of 1 and 2": (2, "gqa", "long and short", {}),
+    "nothing long, a static cp of 2 not used": (4, "gqa", "short", {"cp": 2}),
+    "pp2": (4, "gqa", "odd", {"pp": 2, "ep": 2}),
+    "windows": (4, "windowed", "odd", {}),
+    "full sharding, full recompute": (4, "gqa", "odd", {"sharding": "full", "recompute": ("full",), "pp": 2}),
+    "some recompute": (2, "gqa", "odd", {"recompute": ("core_attn", "layernorm", "moe_act"), "etp": 2}),
+    "exchanges beside compute": (4, "gqa", "odd", {"ep": 2, "ep_overlap": True, "delay_wgrad": True}),
+}
+
+
+def test_one_process_packs_whole_sequences_as_a_static_plan_does() -> None:
+    static = ran_steps(build_trainer(0, tiny_plan(MODELS["gqa"], 1), RUN))
+    assert_same_run(static, [alone_dynamic("gqa", "whole sequences")])
+
+
+@pytest.mark.parametrize("case", QUICK)
+def test_any_mix_of_lengths_equals_one_process(pools: Pools, case: str) -> None:
+    assert_equals_one_process(pools, QUICK[case])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", REST)
+def test_every_kind_of_plan_equals_one_process(pools: Pools, case: str) -> None:
+    assert_equals_one_process(pools, REST[case])
+
+
+def assert_equals_one_process(pools: Pools, case: tuple[int, str, str, dict[str, Any]]) -> None:
+    num_gpus, model, mix, changes = case
+    ranks = pools[num_gpus].run(train_dynamic, model, num_gpus, mix, changes)
+    assert_same_run(alone_dynamic(model, mix), ranks)
+
+
+def test_the_quick_cases_have_groups_of_every_size_and_idle_ranks() -> None:
+    sizes, num_idle = set(), 0
+    for num_gpus, model, mix, changes in QUICK.values():
+        plan = dynamic_plan(model, num_gpus, mix, **changes)
+        packs = step_packs(plan, plan.document_lengths)
+        sizes |= {pack.num_ranks for batch in packs for pack in batch}
+        num_idle += sum(plan.dp * plan.cp - sum(pack.num_ranks for pack in batch) for batch in packs)
+    assert sizes == {1, 2, 4}
+    assert num_idle
+
+
+@pytest.mark.slow
+def test_a_loss_over_packs_and_latent_attention_equal_one_process(
+    pools: Pools, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The balancing loss of a whole pack depends on how documents are packed: here one process runs the same packs."""
+    folded = dynamic_plan("mla", 4, "odd", ep=4, max_tokens_per_rank=4, recompute=("mla_up_proj",))
+    packs = step_packs(folded, folded.document_lengths)
+
+    def one_by_one(_plan: Plan, _lengths: Sequence[int]) -> tuple[tuple[PlacedPack, ...], ...]:
+        return tuple((PlacedPack(0, 1, pack.documents),) for batch in packs for pack in batch)
+
+    monkeypatch.setattr(pack_batches, "step_packs", one_by_one)
+    expected = train_dynamic(0, "mla", 1, "odd", {})
+    changes = {"ep": 4, "max_tokens_per_rank": 4, "recompute": ("mla_up_proj",)}
+    assert_same_run(expected, pools[4].run(train_dynamic, "mla", 4, "odd", changes))
+
+
+def validation_loss(rank: int, num_gpus: int, mix: str) -> float:
+    run = RUN.model_copy(update={"eval_every": 1})
+    return build_trainer(rank, dynamic_plan("gqa", num_gpus, mix), run).evaluate()
+
+
+@pytest.mark.slow
+def test_validation_loss_equals_one_process(pools: Pools) -> None:
+    expected = validation_loss(0, 1, "odd")
+    for loss in pools[4].run(validation_loss, 4, "odd"):
+        assert loss == pytest.approx(expected, abs=TOLERANCE)
+
+
+def forward_ring_bytes(rank: int, plan: Plan) -> list[int]:
+    """Sent in rings by this rank in the forward of each micro-batch."""
+    trainer, found = build_trainer(rank, plan, RUN), []
+    assert trainer.packs is not None
+    trainer.pipeline.take(trainer.packs.shape())
+    for index in range(trainer.pipeline.shape.num_micro_batches):
+        with counting_traffic() as calls, torch.no_grad():
+            trainer.pipeline._module(0)(trainer.packs.micro_batch(0, index), None)
+        found.append(sum(call.message_bytes for call in calls if call.kind == "send"))
+    return found
+
+
+def test_bytes_of_rings_are_those_that_are_predicted(pools: Pools) -> None:
+    plan = dynamic_plan("gqa", 4, "long and short", max_tokens_per_rank=4, ep=4)
+    num_layers = plan.model.num_layers + plan.model.num_mtp_layers
+    costs = PackCosts(plan, load_profile("h100"), load_stack("native"))
+    ranks = pools[4].run(forward_ring_bytes, plan)
+    for index, batch in enumerate(step_packs(plan, plan.document_lengths)):
+        for pack in batch:
+            tokens = sum(plan.document_lengths[document] for document in pack.documents)
+            expected = num_layers * costs.ring_bytes(tokens, pack.num_ranks)
+            for rank in range(pack.first_rank, pack.first_rank + pack.num_ranks):
+                assert ranks[rank][index] == expected
+    assert sum(map(sum, ranks))
