@@ -14,6 +14,7 @@ from moeplan.simulator.op_shapes import OpShape, Part
 from moeplan.simulator.rank_groups import block_size, group_placement
 from moeplan.simulator.stack import SoftwareStack
 from moeplan.simulator.step_model import step_model
+from moeplan.step_packs import tokens_per_rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +64,17 @@ class PackCosts:
 
     def pack(self, num_tokens: int, attention_s: float, num_ranks: int) -> float:
         """A pack whose documents take ``attention_s`` in all, shared by ``num_ranks`` ranks."""
-        linear_s = self._linear.fixed_s + self._linear.token_s * num_tokens / num_ranks
+        linear_s = self.linear(num_tokens / num_ranks)
         if num_ranks == 1:
             return linear_s + attention_s
-        ring_s, last_s = self._ring_s(num_tokens, num_ranks), attention_s / num_ranks
+        ring_s, last_s = self.ring_s(num_tokens, num_ranks), attention_s / num_ranks
         if not self.stack.time.hides_cp:
             return linear_s + attention_s + ring_s
         return linear_s + max(attention_s - last_s, ring_s) + last_s
+
+    def linear(self, num_tokens: float) -> float:
+        """All but attention and its ring, of ``num_tokens`` on each rank."""
+        return self._linear.fixed_s + self._linear.token_s * num_tokens
 
     def work(self, length: int) -> float:
         """Rank-seconds of one document on its own rank, what every pack costs left out."""
@@ -85,7 +90,8 @@ class PackCosts:
         local = -(-num_tokens // num_ranks)
         return key_ring(self._builder(local * num_ranks, num_ranks), "rope").comm_bytes
 
-    def _ring_s(self, num_tokens: int, num_ranks: int) -> float:
+    def ring_s(self, num_tokens: int, num_ranks: int) -> float:
+        """Keys and values of a pack on their way round its ranks, and in backward with their gradients."""
         local = -(-num_tokens // num_ranks)
         if (local, num_ranks) not in self._rings:
             build = self._builder(local * num_ranks, num_ranks)
@@ -113,7 +119,7 @@ class PackCosts:
     def _linear_costs(self) -> _Linear:
         """From two sizes of a micro-batch without context parallelism, on the same ranks."""
         plan, model = self.plan, step_model(self.plan.model, self.stack, self.profile)
-        tokens = plan.mbs * plan.seq_len // plan.cp
+        tokens = tokens_per_rank(plan)
         batch = plan.num_micro_batches * plan.dp * plan.cp
         points = [
             replace(plan.point, cp=1, mbs=1, seq_len=size, global_batch_size=batch, packed_lengths=())

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from moeplan.errors import InvalidInputError
 from moeplan.flops import training_flops_per_token
 from moeplan.hwprofiles.schema import HardwareProfile
 from moeplan.model_spec import ModelSpec
@@ -9,6 +10,7 @@ from moeplan.plan import Plan
 from moeplan.point import Point
 from moeplan.results import FamilyTime, Figures
 from moeplan.simulator.doubt import doubt
+from moeplan.simulator.dynamic_cp import dynamic_step_time, memory_point
 from moeplan.simulator.memory import memory_by_rank
 from moeplan.simulator.op import Timeline
 from moeplan.simulator.stack import SoftwareStack
@@ -30,9 +32,12 @@ def predict(plan: Plan, profile: HardwareProfile, stack: SoftwareStack) -> Figur
     A plan that its stack or machine would not run is predicted as if they did, and ``refusals`` says why they do not.
     """
     model = step_model(plan.model, stack, profile)
-    time = model.step_times([plan.point])[0]
-    trust = doubt(model, plan.point)
-    memory = memory_by_rank(plan.model, plan.point, stack, profile)
+    if plan.dynamic_cp:
+        time, held = dynamic_step_time(plan, profile, stack), memory_point(plan)
+    else:
+        time, held = model.step_times([plan.point])[0], plan.point
+    trust = doubt(model, held)
+    memory = memory_by_rank(plan.model, held, stack, profile)
     flops_per_token = training_flops_per_token(plan.model, plan.seq_len, plan.flop_lengths)
     tokens_per_s_per_gpu = plan.tokens_per_step / time.step_s / plan.num_gpus
     return Figures(
@@ -57,5 +62,13 @@ def predict(plan: Plan, profile: HardwareProfile, stack: SoftwareStack) -> Figur
 
 
 def timeline(plan: Plan, profile: HardwareProfile, stack: SoftwareStack) -> Timeline:
-    """When every chunk of one step runs on every pipeline rank, and the ops of the first micro-batch."""
+    """When every chunk of one step runs on every pipeline rank, and the ops of the first micro-batch.
+
+    Raises InvalidInputError for a plan with dynamic_cp, whose micro-batches differ.
+    """
+    if plan.dynamic_cp:
+        raise InvalidInputError(
+            "dynamic_cp: got true, allowed in a timeline: plans whose micro-batches are alike",
+            "leave the trace out, or predict the plan without dynamic_cp",
+        )
     return step_timeline(step_model(plan.model, stack, profile), plan.point)

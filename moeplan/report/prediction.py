@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 
+from moeplan.cp_schedule import tokens_by_size
 from moeplan.hwprofiles.schema import HardwareProfile
 from moeplan.plan import Plan
 from moeplan.report.output import out_console
 from moeplan.report.tables import memory_table, table, time_table
 from moeplan.results import Figures
 from moeplan.simulator.memory import MemoryItem
+from moeplan.step_packs import step_schedule
 from moeplan.units import format_bytes, format_seconds
 
 
@@ -26,10 +28,7 @@ def print_headline(plan: Plan, profile: HardwareProfile, predicted: Figures) -> 
     console = out_console()
     machine = f"{plan.num_gpus} x {profile.name}, stack {predicted.stack}"
     console.print(f"plan {plan.plan_id}: {plan.model.name} on {machine}")
-    packed = f", each of {len(plan.packed_lengths)} documents" if plan.packed_lengths else ""
-    console.print(
-        f"layout {plan.layout}, {plan.num_micro_batches} micro-batches of {plan.mbs} x {plan.seq_len}{packed}"
-    )
+    console.print(f"layout {plan.layout}, {_batches(plan)}")
     console.print(
         f"step {format_seconds(predicted.step_s)} +- {100 * predicted.error_bar_frac:.0f} %, "
         f"{predicted.tokens_per_s_per_gpu:.0f} tokens/s/GPU, {predicted.model_tflops_per_gpu:.4g} model TFLOP/s/GPU"
@@ -42,6 +41,16 @@ def print_headline(plan: Plan, profile: HardwareProfile, predicted: Figures) -> 
     )
     for refusal in predicted.refusals:
         console.print(f"WOULD NOT RUN: {refusal}")
+
+
+def _batches(plan: Plan) -> str:
+    """What a data-parallel rank runs in a step; under dynamic_cp, all of them together."""
+    if plan.dynamic_cp:
+        batches = step_schedule(plan, plan.document_lengths)
+        sizes = ", ".join(map(str, tokens_by_size(batches)))
+        return f"{len(plan.document_lengths)} documents in {len(batches)} micro-batches, cp {sizes}"
+    packed = f", each of {len(plan.packed_lengths)} documents" if plan.packed_lengths else ""
+    return f"{plan.num_micro_batches} micro-batches of {plan.mbs} x {plan.seq_len}{packed}"
 
 
 def print_memory_items(items: Sequence[MemoryItem], rank: int | None) -> None:

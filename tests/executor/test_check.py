@@ -3,7 +3,7 @@ from typing import Any, get_args
 import pytest
 
 from moeplan.errors import InvalidInputError
-from moeplan.executor.check import check_run, check_supported, check_world
+from moeplan.executor.check import check_places, check_run, check_supported, check_world
 from moeplan.model_spec import ModelSpec
 from moeplan.run_config import RunConfig
 from moeplan.vocabulary import CpComm
@@ -69,3 +69,21 @@ def test_some_step_must_be_timed() -> None:
     check_run(RunConfig(steps=6, warmup_steps_untimed=3, profile_steps=2))
     with pytest.raises(InvalidInputError, match="steps: got 5, allowed: more than"):
         check_run(RunConfig(steps=5, warmup_steps_untimed=3, profile_steps=2))
+
+
+@pytest.mark.parametrize(
+    "key,changes",
+    [
+        ("dispatcher", {"dispatcher": "allgather"}),
+        ("routing", {"routing": "drop"}),
+        ("paged_stash_factor", {"paged_stash_factor": 1.5}),
+    ],
+)
+def test_each_limit_of_dynamic_context_parallelism_is_named(key: str, changes: dict[str, Any]) -> None:
+    dynamic = {"dynamic_cp": True, "document_lengths": (8,) * 16, "ep": 2}
+    check_supported(tiny_plan(GQA_MODEL, 4, **dynamic))
+    with pytest.raises(InvalidInputError, match=f"^{key}: got .*dynamic_cp") as caught:
+        check_supported(tiny_plan(GQA_MODEL, 4, **dynamic, **changes))
+    assert caught.value.hint
+    with pytest.raises(InvalidInputError, match="record_routing: got places with dynamic_cp"):
+        check_places(tiny_plan(GQA_MODEL, 4, **dynamic), RunConfig(record_routing="places"))

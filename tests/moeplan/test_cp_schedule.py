@@ -15,6 +15,7 @@ from moeplan.cp_schedule import (
     largest_group,
     padded_length,
     placed,
+    ring_tokens,
     step_cost,
 )
 from moeplan.flops import training_flops_per_token
@@ -38,7 +39,7 @@ def test_work_is_the_model_flops_of_the_document(name: str, length: int) -> None
     assert FlopCost.of(model).work(length) == pytest.approx(expected, rel=1e-12)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(lengths_of, st.integers(4, 9), st.sampled_from([1, 2]), st.sampled_from([1, 2, 4]))
 def test_every_document_is_on_ranks_that_share_a_group(lengths: list[int], num_ranks: int, tp: int, pp: int) -> None:
     batches = flop_schedule(filler(num_ranks, tp), lengths, pp)
@@ -67,7 +68,7 @@ def with_one_more(pack: RankPack, length: int, fill: Filler) -> float:
     return COST.pack(tokens, sum(COST.attention(one, pack.num_ranks) for one in lengths), pack.num_ranks)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(lengths_of, st.integers(4, 9), st.floats(0.2, 3))
 def test_ranks_differ_by_less_than_a_document(lengths: list[int], num_ranks: int, aim: float) -> None:
     """The bound: no pack has more FLOPs a rank than the target, or than the step's heaviest document on the best group.
@@ -90,16 +91,14 @@ def test_ranks_differ_by_less_than_a_document(lengths: list[int], num_ranks: int
             assert all(with_one_more(pack, later, fill) > limit * (1 - 1e-12) for pack in batch.packs)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(lengths_of, st.sampled_from([4, 8]), st.sampled_from([1, 4]))
-def test_few_micro_batches_near_the_fewest_flops(lengths: list[int], num_ranks: int, pp: int) -> None:
+def test_short_rings_near_the_fewest_flops(lengths: list[int], num_ranks: int, pp: int) -> None:
     fill = filler(num_ranks)
-    chosen = flop_schedule(fill, lengths, pp)
-    swept = list(fill.sweep(lengths, pp))
-    assert step_cost(chosen, pp) <= min(step_cost(one, pp) for one in swept) * (1 + KNEE_FRAC)
-    assert len(chosen) <= min(
-        len(one) for one in swept if step_cost(one, pp) <= min(step_cost(other, pp) for other in swept)
-    )
+    chosen, swept = flop_schedule(fill, lengths, pp), list(fill.sweep(lengths, pp))
+    least = min(step_cost(one, pp) for one in swept)
+    assert step_cost(chosen, pp) <= least * (1 + KNEE_FRAC)
+    assert ring_tokens(chosen) <= min(ring_tokens(one) for one in swept if step_cost(one, pp) == least)
 
 
 def test_equal_documents_leave_no_rank_waiting() -> None:

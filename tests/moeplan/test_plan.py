@@ -84,3 +84,27 @@ def test_plan_id_is_pinned_so_that_recorded_ids_stay_valid() -> None:
 def test_replace_derives_again() -> None:
     changed = Plan(**fields()).replace(pp=8, ep=32)
     assert (changed.dp, changed.edp, changed.layout) == (32, 1, "Ett|(tt|)*29tm|L")
+
+
+DYNAMIC = {"dynamic_cp": True, "document_lengths": (64, 32, 16, 16)}
+
+
+@pytest.mark.parametrize(
+    "changes,problem",
+    [
+        ({"dynamic_cp": False}, "document_lengths: needs dynamic_cp"),
+        ({"document_lengths": ()}, "needs the lengths of the documents"),
+        ({"document_lengths": (64, 32)}, "96 tokens in all, allowed: global_batch_size 2 x seq_len 64 = 128"),
+        ({"document_lengths": (65, 63)}, "document of 65 tokens, allowed: at most seq_len 64"),
+        ({"max_tokens_per_rank": 8}, "document of 64 tokens, allowed: at most 16 in the largest group, 2 ranks"),
+        ({"max_tokens_per_rank": 65}, "65 tokens .* are not a multiple of 2 x tp 1"),
+        ({"packed_lengths": (32, 32)}, "packed_lengths: .* give dynamic_cp document_lengths"),
+        ({"cp": 2, "cp_comm": "all_gather"}, "cp_comm: .* allowed p2p, got all_gather"),
+        ({"cuda_graph": ("attn",)}, "cuda_graph: .* shapes of every micro-batch"),
+    ],
+)
+def test_rules_of_dynamic_context_parallelism(changes: dict[str, Any], problem: str) -> None:
+    tiny = {"model": load_model("tiny-moe"), "hardware": "h100", "num_gpus": 2, "seq_len": 64, "global_batch_size": 2}
+    Plan(**tiny, **DYNAMIC)
+    with pytest.raises(ValueError, match=problem):
+        Plan(**(tiny | DYNAMIC | changes))
