@@ -206,6 +206,14 @@ class ModelSpec(Record):
         return self
 
     @cached_property
+    def fields_hash(self) -> int:
+        """Hash of the fields, once: costs and sizes are kept by model, and looked up a million times a search."""
+        return hash(tuple(getattr(self, name) for name in type(self).model_fields))
+
+    def __hash__(self) -> int:
+        return self.fields_hash
+
+    @cached_property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """Kind of each decoder layer, MTP layers not included."""
         return tuple(self._kind(layer) for layer in range(self.num_layers))

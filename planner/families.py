@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from math import gcd
 from typing import Any
@@ -134,19 +134,21 @@ def _mesh_problem(num_gpus: int, degrees: dict[str, int]) -> str:
 def _legal(request: SearchRequest, space: Space, chosen: dict[str, Any], tally: Tally) -> Iterator[Family]:
     base = make_point(request, chosen | {"mbs": space.mbs[0]})
     recompute, why_none = _legal_recompute(request, space.recompute, base)  # the same for every mbs
+    is_laid_out = False
     for mbs in space.mbs:
-        point = make_point(request, chosen | {"mbs": mbs})
+        point = base if mbs == base.mbs else replace(base, mbs=mbs)
         problem = next(_problems(request, point), why_none)
+        if problem is None and not is_laid_out:
+            try:
+                base = replace(base, layout=_layout(request.model, base))
+            except InvalidInputError as error:  # a pinned one is of one number of stages
+                problem = "layout", error.message
+            else:
+                is_laid_out, point = True, replace(base, mbs=mbs)
         if problem is not None:
             tally.add(*problem)
             continue
-        try:
-            layout = _layout(request.model, point)
-        except InvalidInputError as error:  # a pinned one is of one number of stages
-            tally.add("layout", error.message)
-            continue
-        fields = point.as_dict() | {"layout": layout}
-        yield Family(Point(**fields), recompute)
+        yield Family(point, recompute)
 
 
 def _problems(request: SearchRequest, point: Point) -> Iterator[tuple[str, str]]:

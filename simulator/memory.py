@@ -87,6 +87,14 @@ def peak_memory_bytes(model: ModelSpec, point: Point, stack: SoftwareStack, prof
     return max(sums)
 
 
+def state_bytes(model: ModelSpec, point: Point, stack: SoftwareStack, profile: HardwareProfile) -> float:
+    """Bytes of weights, gradients and optimizer state on the rank with most of them: no more than its peak.
+
+    They do not depend on micro-batch, dispatcher or recompute.
+    """
+    return max(map(sum, _state_sums(model, point, stack, num_weight_copies(point, profile))))
+
+
 def memory_items(
     model: ModelSpec, point: Point, stack: SoftwareStack, pp_rank: int, *, num_copies: int = 2
 ) -> list[MemoryItem]:
@@ -158,7 +166,10 @@ def _state_bytes(
     return StateBytes(state.weights, 0.0, 0.0) if stack.time.trains_adapters else state
 
 
-def _allocated(model: ModelSpec, point: Point, stack: SoftwareStack, num_copies: int) -> list[_Rank]:
+def _state_sums(
+    model: ModelSpec, point: Point, stack: SoftwareStack, num_copies: int
+) -> list[tuple[float, float, float]]:
+    """Weights, gradients and optimizer state of every pipeline rank."""
     splits = stack.time.splits_mtp_projection
     elements = rank_elements(
         model, point.layout, point.pp, tp=point.tp, etp=point.etp, ep=point.ep, splits_mtp_projection=splits
@@ -168,12 +179,22 @@ def _allocated(model: ModelSpec, point: Point, stack: SoftwareStack, num_copies:
         _state_bytes(point, stack, num_copies, is_expert=False, is_quantized=True),
         _state_bytes(point, stack, num_copies, is_expert=True, is_quantized=True),
     )
+    columns = tuple(zip(*by_class, strict=True))
+    found = []
+    for sums in elements:
+        weights, gradients, optimizer = (sum(map(mul, sums, column)) for column in columns)
+        found.append((weights, gradients, optimizer))
+    return found
+
+
+def _allocated(model: ModelSpec, point: Point, stack: SoftwareStack, num_copies: int) -> list[_Rank]:
+    state = _state_sums(model, point, stack, num_copies)
     all_chunks = rank_chunks(model, point.layout, point.pp)
     peaks = _peaks(point)
     sizes_of_chunk: dict[tuple[Chunk, float], float] = {}
     transients: dict[tuple[Chunk, ...], tuple[float, float, float]] = {}  # few kinds of ranks exist
     ranks = []
-    for sums, chunks, states in zip(elements, all_chunks, peaks, strict=True):
+    for (weights, gradients, optimizer), chunks, states in zip(state, all_chunks, peaks, strict=True):
         part = on_device_frac(chunks, point.offload_layers)
         for chunk in chunks:
             if (chunk, part) not in sizes_of_chunk:
@@ -185,7 +206,6 @@ def _allocated(model: ModelSpec, point: Point, stack: SoftwareStack, num_copies:
             transients[chunks] = passing, logits, buffers
         sizes = [sizes_of_chunk[chunk, part] for chunk in chunks]
         passing, logits, buffers = transients[chunks]
-        weights, gradients, optimizer = (sum(map(mul, sums, column)) for column in zip(*by_class, strict=True))
         activations = max([sum(map(mul, counts, sizes)) for counts in states]) + passing
         ranks.append(_Rank(weights, gradients, optimizer, activations, logits, buffers))
     return [_worse_instant(rank) for rank in ranks] if point.offload_optimizer_states else ranks

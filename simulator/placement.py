@@ -91,7 +91,8 @@ def _of_rank(  # noqa: PLR0917 - the three degrees, and two things to place
 ) -> tuple[ParameterGroup, ...]:
     """Parameters of one rank; ``mtp`` are those of one MTP depth."""
     kinds = [model.layer_kinds[layer] for stage in stages for layer in stage.layers]
-    groups = [group for kind in kinds for group in layer_groups(model, kind, tp, etp, ep)]
+    of_kind = {kind: layer_groups(model, kind, tp, etp, ep) for kind in set(kinds)}
+    groups = [group for kind in kinds for group in of_kind[kind]]
     vocabulary = -(-model.vocab_size // tp) * model.hidden_size
     has_embedding = any(stage.has_embedding for stage in stages)
     if has_embedding:

@@ -77,6 +77,7 @@ class StepModel:
     _forwards: dict[tuple[Part, OpShape], PhaseTime] = field(default_factory=dict)
     _saved: dict[tuple[Part, OpShape, bool], PairSaving] = field(default_factory=dict)
     _stages: dict[str, tuple[dict[Part, int], ...]] = field(default_factory=dict)
+    _part_counts: dict[str, tuple[list[Part], Array]] = field(default_factory=dict)
     _ends: dict[tuple[object, ...], tuple[StepEnds, ...]] = field(default_factory=dict)
 
     def step_times(self, points: Sequence[Point]) -> list[StepTime]:
@@ -147,12 +148,42 @@ class StepModel:
             self._ends[key] = step_ends(self.model, point, self.stack.time, self.profile)
         return self._ends[key]
 
+    def least_step_s(self, point: Point) -> float:
+        """Lower bound of the step: on every rank, the fill, its own chunks and the drain, with no message in between.
+
+        A rank's first forward waits for one of each earlier rank, and its last backward is followed by theirs; what
+        comes once a step, sends and what goes to the host are left out.
+        """
+        shape = OpShape.of(point, self.stack, self.profile)
+        parts, counts = self._counts(point.layout)
+        times = [self.part_time(part, shape) for part in parts]
+        forward = counts @ np.array([one.forward.seconds for one in times])
+        backward = counts @ np.array([one.backward.seconds for one in times])
+        saved = counts @ np.array([self.saving(part, shape, point).seconds for part in parts]) * self._paired(point)
+        stages = (forward + backward - saved) * self._slowest(point, shape)
+        busy = stages.reshape(point.vp, point.pp).sum(axis=0) * point.num_micro_batches
+        before = stages[: point.pp].cumsum() - stages[: point.pp]
+        return float((busy + before).max())
+
+    def _slowest(self, point: Point, shape: OpShape) -> float:
+        """Hosts do not run alike; where one graph is the iteration they hardly matter."""
+        jitter_frac = 0.0 if shape.is_device_driven else self.stack.time.jitter_frac.value
+        return 1 + jitter_frac * log2(point.num_gpus)
+
+    def _counts(self, layout: str) -> tuple[list[Part], Array]:
+        """The kinds of parts of a layout, and how many of each every virtual stage holds, (stages, kinds)."""
+        if layout not in self._part_counts:
+            stages = self.stage_parts(layout)
+            parts = list(dict.fromkeys(part for stage in stages for part in stage))
+            counts = np.array([[stage.get(part, 0) for part in parts] for stage in stages], dtype=float)
+            self._part_counts[layout] = parts, counts
+        return self._part_counts[layout]
+
     def _chunks(self, point: Point) -> _Chunks:
         shape = OpShape.of(point, self.stack, self.profile)
         stages = self.stage_parts(point.layout)
-        parts = list(dict.fromkeys(part for stage in stages for part in stage))
+        parts, counts = self._counts(point.layout)
         times = [self.part_time(part, shape) for part in parts]
-        counts = np.array([[stage.get(part, 0) for part in parts] for stage in stages], dtype=float)
         forward = counts @ np.array([one.forward.seconds for one in times])
         backward = counts @ np.array([one.backward.seconds for one in times])
         total = counts @ np.array([one.forward.total_s + one.backward.total_s for one in times])
@@ -160,9 +191,7 @@ class StepModel:
         savings = np.array([self.saving(part, shape, point).exposed_s for part in parts])
         saved = counts @ savings * self._paired(point)[:, None]
         sent = stage_offloaded_bytes(self.model, point, self.stack, stages)
-        # Hosts do not run alike; where one graph is the iteration they hardly matter.
-        jitter_frac = 0.0 if shape.is_device_driven else self.stack.time.jitter_frac.value
-        slowest = 1 + jitter_frac * log2(point.num_gpus)
+        slowest = self._slowest(point, shape)
         left = 1 - saved.sum(axis=1) / np.maximum(forward + backward, 1e-12)  # a stage may be empty
         forward, backward = forward * left * slowest, backward * left * slowest
         to_host, back = (transfer_seconds(sent, busy, self.profile) for busy in (forward, backward))
@@ -178,20 +207,10 @@ class StepModel:
 
     def _paired(self, point: Point) -> Array:
         """By stage: the part of its chunks that run beside one of the other direction; 0 where overlap cannot run."""
-        num_stages = point.pp * point.vp
-        if point.pp > 1 and point.vp == 1:
-            return np.zeros(num_stages)
+        if not point.ep_overlap or (point.pp > 1 and point.vp == 1):
+            return np.zeros(point.pp * point.vp)
         group = point.pp if point.micro_batch_group_size is None else point.micro_batch_group_size
-        fracs = [
-            paired_frac(
-                point.pp,
-                point.vp,
-                point.num_micro_batches,
-                num_warmup_forwards(point.pp, point.vp, point.num_micro_batches, group, rank),
-            )
-            for rank in range(point.pp)
-        ]
-        return np.array([fracs[stage % point.pp] for stage in range(num_stages)])
+        return _paired_fracs(point.pp, point.vp, point.num_micro_batches, group)
 
     def _assemble(self, point: Point, chunks: _Chunks, times: PipelineTime, row: int, row_without: int) -> StepTime:
         """Pipeline, then what comes once a step: the slowest rank's exposed reduction, optimizer and gathering."""
@@ -217,6 +236,15 @@ class StepModel:
         exposed[PP_COMM] = float(pipeline_s - times.step_s[row_without])
         total[BUBBLE] = exposed[BUBBLE] = step_s - float(exposed.sum())
         return StepTime(step_s, total, exposed, chunks.forward_s, chunks.backward_s, chunks.send_s)
+
+
+@lru_cache(maxsize=4096)
+def _paired_fracs(pp: int, vp: int, num_micro_batches: int, group: int) -> Array:
+    fracs = [
+        paired_frac(pp, vp, num_micro_batches, num_warmup_forwards(pp, vp, num_micro_batches, group, rank))
+        for rank in range(pp)
+    ]
+    return np.array(fracs * vp)
 
 
 def _stage_parts(model: ModelSpec, layout: str) -> tuple[dict[Part, int], ...]:

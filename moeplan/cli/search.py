@@ -78,8 +78,8 @@ def _search_with_progress(request: SearchRequest) -> SearchOutcome:
     with Progress(*columns, console=err_console(), transient=True) as progress:
         task = progress.add_task("searching")
 
-        def show(num_seen: int, num_fitting: int) -> None:
-            progress.update(task, description=f"searching: {num_seen} plans, {num_fitting} fit")
+        def show(done: str) -> None:
+            progress.update(task, description=f"searching: {done}")
 
         return search(request, show)
 

@@ -10,8 +10,9 @@ from moeplan.planner.request import SearchRequest, parse_forbidden, parse_pins
 from moeplan.planner.search import SearchOutcome, search, to_plan
 from moeplan.planner.space import default_space, recompute_sets, vp_values
 from moeplan.presets import load_model
-from moeplan.simulator.memory import peak_memory_bytes
+from moeplan.simulator.memory import peak_memory_bytes, state_bytes
 from moeplan.simulator.stack import load_stack
+from moeplan.simulator.step_model import step_model
 
 
 def request(
@@ -71,6 +72,33 @@ def test_the_bound_loses_nothing(pinned: tuple[SearchRequest, SearchOutcome]) ->
     short = search(request(fix="tp=1,ep=64,etp=1"))
     assert [one.plan.plan_id for one in short.plans] == [one.plan.plan_id for one in everything.plans[:10]]
     assert short.num_costed < everything.num_costed
+
+
+def test_bounds_lie_below_what_they_bound() -> None:
+    """Of step and memory, over pipelines with and without virtual stages, overlap, tp, cp and recompute."""
+    for fix in (
+        "tp=1,ep=64,etp=1,mbs=1",
+        "tp=4,ep=16,precision=bf16,dispatcher=alltoall,mbs=2",
+        "pp=8,ep=8,tp=2,etp=2",
+    ):
+        asked = request(fix=fix)
+        model = step_model(asked.model, asked.stack, asked.profile)
+        found = [one for group in families(asked, default_space(asked), Tally()) for one in group][::12]
+        assert found
+        points = [family.base for family in found] + [family.lightest for family in found]
+        for point, family, time in zip(points, found * 2, model.step_times(points), strict=True):
+            assert model.least_step_s(family.base) <= time.step_s * (1 + 1e-9)
+            held = state_bytes(asked.model, point, asked.stack, asked.profile)
+            assert held <= peak_memory_bytes(asked.model, point, asked.stack, asked.profile)
+
+
+def test_what_the_bound_left_out_is_counted(pinned: tuple[SearchRequest, SearchOutcome]) -> None:
+    _, everything = pinned
+    short = search(request(fix="tp=1,ep=64,etp=1", top=1))
+    slower = next(rejection for rejection in short.rejections if rejection.wall == "time")
+    assert slower.count > 0
+    assert "slower than" in slower.nearest_miss
+    assert all(rejection.wall != "time" for rejection in everything.rejections)
 
 
 def test_the_memory_wall_names_its_nearest_miss(pinned: tuple[SearchRequest, SearchOutcome]) -> None:
