@@ -149,9 +149,11 @@ def _above(scale: Tensor, x: Tensor) -> Tensor:
 def _stored_scale(amax_B: Tensor, largest: float, kind: ScaleType) -> Tensor:
     if kind == "e4m3":
         return (amax_B / largest).clamp(max=LARGEST["e4m3"]).to(torch.float8_e4m3fn)
-    # The power of two that covers amax, of which e8m0 keeps the exponent plus 127.
-    exponent = torch.where(amax_B > 0, (amax_B / largest).clamp(min=2.0**-127).log2().ceil(), 0.0)
-    return (exponent.clamp(-127, 127) + 127).to(torch.uint8).view(torch.float8_e8m0fnu)
+    # The power of two that covers amax, of which e8m0 keeps the exponent plus 127. By its bits: a logarithm in fp32
+    # rounds what lies just above a power of two down to it.
+    half, exponent = torch.frexp((amax_B / torch.full_like(amax_B, largest)).clamp(min=2.0**-126))
+    byte = torch.where(amax_B > 0, exponent - (half == 0.5).to(exponent.dtype), 0) + 127
+    return byte.to(torch.uint8).view(torch.float8_e8m0fnu)
 
 
 def _read_scale(stored_B: Tensor, tensor_scale: Tensor | None) -> Tensor:

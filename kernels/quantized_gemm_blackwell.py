@@ -2,8 +2,9 @@
 
 One expert goes to ``torch.nn.functional.scaled_mm`` (cuBLAS), several to ``scaled_grouped_mm``, whose groups end where
 padded rows do, so no host waits for the routing. What is stored is the reference's to the bit, in the layout that the
-kernels want: E2M1 codes two a byte, scales in tiles (:mod:`moeplan.kernels.scale_tiles`). Sums are in fp32; weight
-gradients of experts leave in bf16, the only type of the grouped kernel.
+kernels want: E2M1 codes two a byte, scales in tiles (:mod:`moeplan.kernels.scale_tiles`). On a GPU one Triton kernel
+quantizes to MXFP8; NVFP4 takes some passes of plain torch. Sums are in fp32; weight gradients of experts leave in bf16,
+the only type of the grouped kernel.
 
 Shapes: R rows sorted by expert, P padded rows, C columns, E experts, A and B sides of a weight, M and N of a gradient.
 """
@@ -41,6 +42,10 @@ def quantize_rows(
     x_RC: Tensor, rows: PaddedRows, recipe: Recipe, *, is_gradient: bool, amax: Tensor | None = None
 ) -> Pair:
     """See :class:`moeplan.kernels.quantized_gemm.QuantizedGemm`."""
+    if x_RC.is_cuda and recipe.scaling.scale == "e8m0":
+        from moeplan.kernels import quantize_mxfp8_triton  # noqa: PLC0415 - loads a compiler no CPU process needs
+
+        return quantize_mxfp8_triton.quantize_rows(x_RC, rows)
     as_is, turned = reference.quantize_rows(x_RC, rows, recipe, is_gradient=is_gradient, amax=amax)
     if not rows.num_tiles:
         return Pair(as_is, turned)
@@ -54,6 +59,10 @@ def quantize_rows(
 
 def quantize_weights(weight_EAB: Tensor, recipe: Recipe, amax: Tensor | None = None) -> Pair:
     """See :class:`moeplan.kernels.quantized_gemm.QuantizedGemm`."""
+    if weight_EAB.is_cuda and recipe.scaling.scale == "e8m0":
+        from moeplan.kernels import quantize_mxfp8_triton  # noqa: PLC0415 - as above
+
+        return quantize_mxfp8_triton.quantize_weights(weight_EAB)
     pair = reference.quantize_weights(weight_EAB, recipe, amax)
     as_is, turned = ((_codes(data), tiled(scale).flatten(1), above) for data, scale, above in pair)
     return Pair(as_is, turned)

@@ -1,4 +1,4 @@
-"""Compiles every Triton kernel for an H100 or H200, and those of FP8 GEMMs for a B200 as well.
+"""Compiles every Triton kernel for an H100 or H200, and those of FP8 GEMMs and of MXFP8 for a B200 as well.
 
 Run as a program, without the interpreter. Needs no GPU.
 """
@@ -18,6 +18,7 @@ from moeplan.kernels import (
     grouped_weight_grad_triton,
     norm_triton,
     permute_triton,
+    quantize_mxfp8_triton,
     quantize_triton,
     rotary_triton,
     router_triton,
@@ -68,6 +69,7 @@ QUANTIZE_WEIGHTS = [
     {"BLOCKWISE": blockwise, "HAS_AMAX": has_amax, "LARGEST": 448.0, "SIDE": 128}
     for blockwise, has_amax in ((False, True), (True, False), (True, True))
 ]
+MXFP8 = {"SIDE": 128, "num_warps": 8}
 FP8_ACTIVATION = [one | {"CODE": 0, "GATED": True, "HAS_PROBS": True, "num_warps": 8} for one in QUANTIZE]
 FP8_SUMS = [{"CODE": code, "GATED": code == 0, "HAS_PROBS": code == 0, "BLOCK": 2048} for code in (0, 2)]
 # Kernel, types of its other arguments, and the constants of each variant.
@@ -150,6 +152,12 @@ KERNELS = (
     ),
     (quantize_triton._quantize_weights, "*bf16 *fp32 *fp8e4nv *fp8e4nv *fp32 *fp32 i32 i32", QUANTIZE_WEIGHTS),
     (
+        quantize_mxfp8_triton._quantize_rows,
+        "*bf16 *i32 *i32 *i32 *i32 *fp8e4nv *fp8e4nv *u8 *u8 i32 i32",
+        [MXFP8],
+    ),
+    (quantize_mxfp8_triton._quantize_weights, "*bf16 *fp8e4nv *fp8e4nv *u8 *u8 i32 i32", [MXFP8]),
+    (
         rotary_triton._rotate,
         "*bf16 *bf16 *fp32 *fp32 i32 i32 i32 i32 i32 i32",
         [{"SIGN": sign, "DTYPE": tl.float32, "BLOCK_N": 16, "BLOCK_H": 64} for sign in (1, -1)],
@@ -174,6 +182,12 @@ KERNELS = (
     ),
     (row_map_triton._place, "*i64 *i32 *i32 *i32 i32 i32", [{"BLOCK": 128}]),
 )
+FOR_BLACKWELL = {
+    grouped_gemm_fp8_triton._rows,
+    grouped_gemm_fp8_triton._gradient,
+    quantize_mxfp8_triton._quantize_rows,
+    quantize_mxfp8_triton._quantize_weights,
+}
 
 for kernel, types, variants in KERNELS:
     for variant in variants:
@@ -183,16 +197,18 @@ for kernel, types, variants in KERNELS:
         signature = {name: "constexpr" if name in constants else next(others) for name in kernel.arg_names}
         places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
         source = ASTSource(kernel, signature, places)
-        targets = (90, 100) if "BLOCKWISE" in variant and "GROUP" in variant else (90,)
+        targets = (90, 100) if kernel in FOR_BLACKWELL and not variant.get("SPLIT") else (90,)
         for capability in targets:
             compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
             ptx = compiled.asm["ptx"]
             assert compiled.metadata.shared <= SHARED_BYTES, (kernel, variant)
             if "*fp8" in types:  # cutting to what FP8 holds must not make a number of what is none
                 assert {"min.NaN.f32", "max.NaN.f32"} <= set(ptx.split()), (kernel, variant)
-            if len(targets) == 2 and not variant["BLOCKWISE"]:  # how often sums leave the tensor cores for fp32
+            if (
+                variant.get("BLOCKWISE") is False and "GROUP" in variant
+            ):  # how often sums leave the tensor cores for fp32
                 is_hopper = capability == 90
                 accumulators = variant["BLOCK_M"] * variant["BLOCK_N"] // (32 * variant["num_warps"])  # of a thread
                 additions = ptx.count("add.rn.f32") + ptx.count("add.f32")
-                assert additions == accumulators * (variant["SPLIT"] and is_hopper), (kernel, variant)
+                assert additions == accumulators * variant["SPLIT"], (kernel, variant)
                 assert (ptx.count("wgmma.mma_async") == variant["BLOCK_K"] // 32) == is_hopper, (kernel, variant)

@@ -74,6 +74,12 @@ def test_scales_of_mxfp8_are_powers_of_two_in_e8m0() -> None:
     assert scale_B.float().tolist() == [1.0, 2.0, 1.0, 2.0**-28]
 
 
+def test_a_scale_of_mxfp8_covers_what_lies_just_above_a_power_of_two() -> None:
+    """The logarithm of 1 + 2**-20 times 2**100 is 100 in fp32."""
+    x_N = torch.full((32,), 448 * 2.0**100 * (1 + 2.0**-20))
+    assert quantize(x_N, "e4m3", RECIPES["mxfp8"].scaling).scale.float().item() == 2.0**101
+
+
 def test_halfway_goes_to_the_even_code_in_e2m1() -> None:
     middles = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0])
     # The block's scale is one: its largest is 6, and so is the tensor's over 448 blocks' worth.
