@@ -9,6 +9,9 @@ Rules, within 2 % of the peaks allocated that SimuMax published for B200 (tests/
 - recompute: what one layer makes again before its backward;
 - gathered weights, under full sharding: the layer that runs and the next one, with their gradients.
 
+An engine whose exchanges have a stream of their own ``holds_exchanged_rows``: beside compute, the rows that one sends
+and receives are freed when both streams have passed them, one such pair for each direction under way.
+
 Placeholders and the buffers of the flex dispatcher stay. All-to-all rows are freed before a layer's gradients, and the
 logits before any layer's transients: only what exceeds the earlier one counts.
 """
@@ -62,11 +65,17 @@ def buffer_bytes(
         working += largest * element_bytes
     else:
         head += placeholders * element_bytes
+    held = rows * _directions_beside_compute(point) if stack.holds_exchanged_rows else 0.0
     if point.dispatcher == "flex" and point.flex_backend != "torch":
         working, remade = _beyond(at_loss, working, remade)
     else:
         rows, working, remade = _beyond(at_loss, rows, max(0.0, working - rows), remade)
-    return Buffers(head, rows, remade, working, gathered)
+    return Buffers(head, rows + held, remade, working, gathered)
+
+
+def _directions_beside_compute(point: Point) -> int:
+    """Exchanges that wait for two streams: of a forward and a backward under EP overlap, else of one of them."""
+    return 2 if point.ep_overlap else int(point.shared_expert_overlap)
 
 
 def _gathered_bytes(model: ModelSpec, point: Point, stack: SoftwareStack, kinds: tuple[LayerKind, ...]) -> float:

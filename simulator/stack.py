@@ -106,6 +106,10 @@ class SoftwareStack(Record):
     unmapped_reserve_frac: Sourced | None = Field(
         default=None, description="held idle over the peak where graphs are captured without expandable segments"
     )
+    holds_exchanged_rows: bool = Field(
+        default=False,
+        description="rows of an exchange beside compute stay allocated until both streams have passed them",
+    )
     full_sharding: Literal["megatron-fsdp", "fsdp2", "fsdp2-bf16"] = Field(
         default="megatron-fsdp",
         description="fsdp2: fp32 weights are the only ones kept, with fp32 gradients; fsdp2-bf16: all state in BF16",

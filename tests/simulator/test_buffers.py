@@ -2,9 +2,11 @@
 
 import pytest
 
+from moeplan.hwprofiles.load import load_profile
 from moeplan.plan import Plan
 from moeplan.presets import load_model
 from moeplan.simulator.buffers import Buffers, buffer_bytes
+from moeplan.simulator.memory import peak_of_reading
 from moeplan.simulator.stack import load_stack
 
 NATIVE = load_stack("native")
@@ -36,3 +38,23 @@ def test_gradients_made_one_matrix_at_a_time() -> None:
 @pytest.mark.parametrize("kind", ["none", "one", "local"])
 def test_more_logits_never_need_more_beside_them(kind: str) -> None:
     assert sum(buffers(kind, 2 * LOGITS)) <= sum(buffers(kind))
+
+
+@pytest.mark.parametrize(
+    "shared_ffn, changes, measured_gib",
+    [(0, {"ep_overlap": True}, 4.1), (1536, {"shared_expert_overlap": True}, 1.1)],
+)
+def test_exchanges_beside_compute_hold_their_rows(
+    shared_ffn: int, changes: dict[str, bool], measured_gib: float
+) -> None:
+    """Peak allocated with overlap less without, h200-fine on two H200 (results/2026-11-29-h200x2-overlap.md)."""
+    model, native, h200 = load_model("h200-fine"), load_stack("native"), load_profile("h200")
+    assert model.moe is not None
+    model = model.model_copy(update={"moe": model.moe.model_copy(update={"shared_ffn_size": shared_ffn})})
+    fields: dict[str, object] = {"model": model, "hardware": "h200", "stack": "native", "num_gpus": 2, "ep": 2}
+    fields |= {"seq_len": 4096, "global_batch_size": 64, "mbs": 4, "precision": "bf16", "routing": "natural"}
+    apart, beside = (
+        peak_of_reading(model, Plan.model_validate(fields | overlap).point, native, h200, "allocated")
+        for overlap in ({}, changes)
+    )
+    assert (beside - apart) / 2**30 == pytest.approx(measured_gib, rel=0.1)
