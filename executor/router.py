@@ -59,6 +59,7 @@ class Router(nn.Module):
         if self.bias_E is not None and table.weights is not None:
             self.bias_E.copy_(table.weights(whole_piece(f"{name}.expert_bias", (moe.num_experts,))))
         self.num_copies_E = zeros.clone()
+        self.counts_load = spec.expert_bias  # or where the run logs it
         # Copies of the step's micro-batches so far, over all ranks of the stage, for the balancing loss of the batch.
         self.step_copies_E, self.num_summed = zeros.clone(), zeros.new_zeros(())
         # Load is counted, recorded and balanced before copies are dropped.
@@ -77,7 +78,7 @@ class Router(nn.Module):
                 logits_LE = logits_LE + self.logit_bias.to(logits_LE.dtype)
             routing = self._route(logits_LE)
             # Where gradients are off, this is validation, or the first of two runs under recompute.
-            if self.bias_E is not None and torch.is_grad_enabled():
+            if self.counts_load and torch.is_grad_enabled():
                 self.num_copies_E += self._count(routing.expert_index_TK, layout)
             if layout is None:
                 probs_LK = self._with_losses(routing, logits_LE)
@@ -162,11 +163,18 @@ class Router(nn.Module):
         return balance_loss(share_1E, mean_E[None], num_tokens, self.moe.top_k, self.spec.aux_loss_coeff)
 
     @torch.no_grad()
-    def end_step(self) -> None:
-        """One step of aux-free balancing from the loads of the whole batch. Collective over the stage."""
+    def end_step(self) -> Tensor | None:
+        """One step of aux-free balancing from the loads of the whole batch. Collective over the stage.
+
+        Returns the load of the busiest expert over the mean, where loads are counted.
+        """
         self.step_copies_E.zero_()
         self.num_summed.zero_()
+        if not self.counts_load:
+            return None
+        load_E = all_reduce(self.num_copies_E, self.mesh.stage)
         if self.bias_E is not None:
-            load_E = all_reduce(self.num_copies_E, self.mesh.stage)
             self.bias_E.copy_(updated_bias(self.bias_E, load_E, self.spec.bias_update_rate))
-            self.num_copies_E.zero_()
+        busiest = load_E.max() / load_E.mean()
+        self.num_copies_E.zero_()  # which is load_E where one rank has the stage
+        return busiest

@@ -15,6 +15,7 @@ from moeplan.errors import InvalidInputError
 from moeplan.files import write_text_atomically
 
 STEP_FIELDS = ("step", "loss", "grad_norm", "lr", "step_s", "tokens_per_s_per_gpu", "model_tflops_per_gpu", "tokens")
+BUSIEST_LOAD = "busiest_expert_load"  # where the run asks for it
 VALIDATION_FIELDS = ("step", "validation_loss")
 
 
@@ -29,12 +30,16 @@ def check_log_folder(folder: Path, *, resume: bool) -> None:
 
 
 class StepLog:
-    """The log of one run, written by one rank. ``first_step``: steps done before, by a checkpoint."""
+    """The log of one run, written by one rank. ``first_step``: steps done before, by a checkpoint.
 
-    def __init__(self, folder: Path, first_step: int) -> None:
+    ``has_balance``: with a column for the load of the busiest expert.
+    """
+
+    def __init__(self, folder: Path, first_step: int, *, has_balance: bool = False) -> None:
         self.folder = folder
+        self.step_fields = (*STEP_FIELDS, BUSIEST_LOAD) if has_balance else STEP_FIELDS
         folder.mkdir(parents=True, exist_ok=True)
-        self._prepare("steps", STEP_FIELDS, first_step)
+        self._prepare("steps", self.step_fields, first_step)
         self._prepare("validation", VALIDATION_FIELDS, first_step)
         lines = _lines(folder / "log.jsonl")
         kept = [line for line in lines if json.loads(line)["step"] <= first_step]
@@ -42,8 +47,8 @@ class StepLog:
         self._board = _tensorboard(folder, first_step)
 
     def step(self, values: dict[str, float]) -> None:
-        """One step: a value for each of ``STEP_FIELDS``."""
-        self._write("steps", STEP_FIELDS, values)
+        """One step: a value for each of ``step_fields``."""
+        self._write("steps", self.step_fields, values)
 
     def validation(self, step: int, loss: float) -> None:
         """Loss on held-out data after ``step`` steps."""
@@ -55,10 +60,12 @@ class StepLog:
             self._board.close()
 
     def _prepare(self, name: str, fields: tuple[str, ...], first_step: int) -> None:
-        """A header, and the lines that stay."""
-        path = self.folder / f"{name}.csv"
-        kept = [line for line in _lines(path)[1:] if int(line.split(",", 1)[0]) <= first_step]
-        write_text_atomically(path, "".join([",".join(fields) + "\n", *kept]))
+        """A header, and the lines that stay; the earlier part of the run may have logged other columns."""
+        path, text = self.folder / f"{name}.csv", io.StringIO()
+        writer = csv.DictWriter(text, fields, extrasaction="ignore", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(row for row in csv.DictReader(_lines(path)) if int(row["step"]) <= first_step)
+        write_text_atomically(path, text.getvalue())
 
     def _write(self, name: str, fields: tuple[str, ...], values: dict[str, float]) -> None:
         text = io.StringIO()

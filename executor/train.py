@@ -19,14 +19,14 @@ from moeplan.executor.measure import PeakBytes, StepTimer, StepTrace, peak_devic
 from moeplan.executor.mesh import Mesh
 from moeplan.executor.micro_batch import MicroBatch, cut_micro_batch
 from moeplan.executor.model import Transformer
-from moeplan.executor.optimizer import ChainedOptimizer
+from moeplan.executor.optimizer import ChainedOptimizer, gather_scalars
 from moeplan.executor.pack_batches import PackBatches, moved
 from moeplan.executor.paired_weight_grad import pair_weight_grads
 from moeplan.executor.pipeline import Pipeline, embedding_group
 from moeplan.executor.power import PowerSamples
 from moeplan.executor.routing import RoutingControl
 from moeplan.executor.start_check import check_resumed, shortened
-from moeplan.executor.step_log import StepLog
+from moeplan.executor.step_log import BUSIEST_LOAD, StepLog
 from moeplan.flops import training_flops_per_token
 from moeplan.plan import Plan
 from moeplan.results import FamilyTime
@@ -43,13 +43,15 @@ class StepResult:
     """Cross entropy a token over the global batch, and the norm of its gradient before clipping.
 
     ``stop``: some rank was asked to stop, which all of them learn in the same step. ``spike``: how many times its
-    recent median the norm was, where that left the update out.
+    recent median the norm was, where that left the update out. ``busiest_load``: of the busiest expert of all layers,
+    over the mean of its layer, where the run logs it.
     """
 
     loss: float
     grad_norm: float
     stop: bool = False
     spike: float = 0.0
+    busiest_load: float = 0.0
 
 
 @dataclass
@@ -80,6 +82,7 @@ class Trainer:
         self.routing = RoutingControl(plan, run, mesh)
         for router in self.model.routers():
             router.control = self.routing
+            router.counts_load |= run.log_balance
         self.optimizer = ChainedOptimizer(plan, run, mesh, self.model, embedding_group(plan, mesh))
         pair_weight_grads(self.model, plan)
         self.model.table.weights = None  # lets go of the files of first weights
@@ -113,10 +116,15 @@ class Trainer:
             self.optimizer.drop_grads()
         else:
             self.optimizer.update(learning_rate(self.run, number), norm)
-        for router in self.model.routers():
-            router.end_step()
+        loads = [load for load in (router.end_step() for router in self.model.routers()) if load is not None]
         self.routing.end()
-        return StepResult(sum(losses), norm, any(stops), spike)
+        busiest_load = self._largest(loads) if self.run.log_balance else 0.0
+        return StepResult(sum(losses), norm, any(stops), spike, busiest_load)
+
+    def _largest(self, values: list[torch.Tensor]) -> float:
+        """Of the numbers of all ranks; 0 where there is none."""
+        own = torch.stack(values).max() if values else torch.zeros((), device=self.device)
+        return max(gather_scalars(own, self.mesh.world))
 
     def _judge_spike(self, norm: float, number: int) -> float:
         """How many times the median a spike is whose update is left out; RunFailedError where it ends the run."""
@@ -217,10 +225,11 @@ def _timed_step(  # noqa: PLR0917 - what a run writes to
         log.step(_logged(trainer, number, result, timer.all_times_s[-1]))
     if (number + 1) % trainer.run.log_every == 0 or number + 1 == trainer.run.steps:
         step_s = timer.all_times_s[-1]
+        load = f"  busiest expert {result.busiest_load:.2f} x the mean" if result.busiest_load else ""
         skipped = f"  update left out: {result.spike:.3g} times the median norm" if result.spike else ""
         report(
             f"step {number + 1}/{trainer.run.steps}  loss {result.loss:.4f}  grad norm {result.grad_norm:.3f}  "
-            f"{trainer.plan.tokens_per_step / step_s:.0f} tokens/s  {step_s * 1000:.0f} ms{skipped}"
+            f"{trainer.plan.tokens_per_step / step_s:.0f} tokens/s  {step_s * 1000:.0f} ms{load}{skipped}"
         )
     checkpoints, trainer.is_stopping = trainer.checkpoints, result.stop
     if checkpoints is not None and (result.stop or checkpoints.is_due(number + 1)):
@@ -243,6 +252,7 @@ def _logged(trainer: Trainer, number: int, result: StepResult, step_s: float) ->
         * training_flops_per_token(plan.model, plan.seq_len, plan.packed_lengths)
         / TFLOP,
         "tokens": plan.tokens_per_step * (number + 1),
+        BUSIEST_LOAD: result.busiest_load,
     }
 
 

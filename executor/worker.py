@@ -127,7 +127,7 @@ def _train(trainer: Trainer, rank: int, resident_before_bytes: float) -> Trainin
     with _watchdog(trainer, rank), memory_explained(rank, trainer, resident_before_bytes):
         if rank > 0 or not folder:
             return train(trainer, _report if rank == 0 else _ignore)
-        log = StepLog(Path(folder), trainer.first_step)
+        log = StepLog(Path(folder), trainer.first_step, has_balance=trainer.run.log_balance)
         try:
             return train(trainer, _report, log)
         finally:

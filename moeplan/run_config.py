@@ -56,6 +56,7 @@ class RunConfig(Record):
     resume: bool = Field(default=False, description="go on from the latest checkpoint of save_folder")
     auto_resume: bool = Field(default=False, description="resume where save_folder has a checkpoint, else begin")
     log_folder: str = Field(default="", description="for a line a step as CSV and JSON, and TensorBoard if installed")
+    log_balance: bool = Field(default=False, description="also the load of the busiest expert over the mean")
     spike_factor: float = Field(
         default=0.0, ge=0, description="a gradient norm above this many times its recent median is a spike; 0: none is"
     )

@@ -11,7 +11,7 @@ import pytest
 
 from moeplan.errors import InvalidInputError
 from moeplan.executor import step_log
-from moeplan.executor.step_log import STEP_FIELDS, StepLog, check_log_folder
+from moeplan.executor.step_log import BUSIEST_LOAD, STEP_FIELDS, StepLog, check_log_folder
 
 
 def values(step: int) -> dict[str, float]:
@@ -38,6 +38,17 @@ def test_a_resumed_run_takes_back_the_steps_after_its_checkpoint(tmp_path: Path)
     again.validation(4, 2.0)
     assert steps_in(tmp_path) == ([1, 2, 3, 4], [1, 2, 3, 4, 4])
     assert (tmp_path / "validation.csv").read_text(encoding="utf-8") == "step,validation_loss\n4,2.0\n"
+
+
+def test_a_resumed_run_may_log_another_column(tmp_path: Path) -> None:
+    StepLog(tmp_path, 0).step(values(1))
+    StepLog(tmp_path, 1, has_balance=True).step(values(2) | {BUSIEST_LOAD: 1.5})
+    with (tmp_path / "steps.csv").open(encoding="utf-8", newline="") as file:
+        assert [row[BUSIEST_LOAD] for row in csv.DictReader(file)] == ["", "1.5"]
+    StepLog(tmp_path, 2).step(values(3))
+    rows = (tmp_path / "steps.csv").read_text(encoding="utf-8").splitlines()
+    assert rows[0] == ",".join(STEP_FIELDS)
+    assert [row.count(",") for row in rows] == [len(STEP_FIELDS) - 1] * 4
 
 
 def test_a_log_of_another_run_is_not_overwritten(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from moeplan.executor.guard import SPIKE_MIN_STEPS
 from moeplan.executor.step_log import StepLog
 from moeplan.executor.train import train
 from moeplan.flops import training_flops_per_token
+from moeplan.model_spec import ModelSpec
 from moeplan.plan import Plan
 from moeplan.run_config import RunConfig
 from tests.executor.cases import GQA_MODEL, MLA_MODEL, build_trainer, tiny_plan, weights_of
@@ -127,6 +128,27 @@ def test_validation_changes_nothing_and_falls_with_training() -> None:
     losses = [loss for _, loss in validated.validation_losses]
     assert losses[-1] < losses[0] < math.log(256) + 0.2
     assert f"step 10/24  validation loss {losses[0]:.4f}" in lines
+
+
+def busiest_load(rank: int, plan: Plan, run: RunConfig) -> float:
+    return build_trainer(rank, plan, run).step(0).busiest_load
+
+
+@pytest.mark.parametrize("model", [GQA_MODEL, MLA_MODEL])
+def test_the_load_of_the_busiest_expert_is_that_of_the_record(model: ModelSpec, tmp_path: Path) -> None:
+    found = busiest_load(0, tiny_plan(model, 1), RunConfig(log_balance=True, record_routing=str(tmp_path)))
+    record = torch.load(tmp_path / "step-00000001" / "rank-00000.pt")
+    del record["places"]
+    counts = [torch.bincount(index.flatten().long(), minlength=8).double() for index in record.values()]
+    assert found == pytest.approx(max(float(one.max() / one.mean()) for one in counts))
+    assert busiest_load(0, tiny_plan(model, 1), RunConfig()) == 0
+
+
+@pytest.mark.parametrize("folding", [{"ep": 2}, {"pp": 2}])
+def test_the_busiest_load_is_that_of_all_ranks(pool: GlooPool, folding: dict[str, Any]) -> None:
+    run = RunConfig(log_balance=True)
+    expected = busiest_load(0, tiny_plan(GQA_MODEL, 1), run)
+    assert pool.run(busiest_load, tiny_plan(GQA_MODEL, 2, **folding), run) == pytest.approx([expected] * 2)
 
 
 def test_several_batches_of_validation_are_one_large_one() -> None:
