@@ -106,7 +106,8 @@ def _copied(x_TH: Tensor, rows: RowMap) -> Tensor:
     return rows_RH
 
 
-def _summed(rows_RH: Tensor, row_of_slot_TK: Tensor) -> Tensor:
+def summed(rows_RH: Tensor, row_of_slot_TK: Tensor) -> Tensor:
+    """y_TH: the sum of each token's rows, without a gradient."""
     rows_RH = rows_RH.contiguous()
     num_tokens, top_k = row_of_slot_TK.shape
     y_TH = rows_RH.new_empty((num_tokens, rows_RH.shape[1]))
@@ -126,14 +127,14 @@ class _Permute(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_RH: Tensor) -> tuple[Tensor, None]:
         (row_of_slot_TK,) = ctx.saved_tensors
-        return _summed(grad_RH, row_of_slot_TK), None
+        return summed(grad_RH, row_of_slot_TK), None
 
 
 class _Unpermute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows_RH: Tensor, rows: RowMap) -> Tensor:
         ctx.rows = rows  # indices of a map that both directions share: no gradient, no cycle
-        return _summed(rows_RH, rows.row_of_slot_TK)
+        return summed(rows_RH, rows.row_of_slot_TK)
 
     @staticmethod
     @once_differentiable
