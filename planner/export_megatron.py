@@ -26,13 +26,17 @@ _PRECISION_FLAGS: dict[PrecisionName, tuple[Flag, ...]] = {
 }
 
 # Settings that its flags cannot say. (Without memory_efficient_permutation a plan trains the same in less memory.)
-_NO_FLAG = ("packed_lengths", "echo_slots", "paged_stash_factor", "paired_wgrad", "offload_layers")
+_NO_FLAG = ("packed_lengths", "echo_slots", "paired_wgrad", "offload_layers")
+
+# Rows that a rank's experts have room for, over the balanced number, and pages for kept ones on device and host: what
+# Megatron-Bridge's recipes with full-iteration graphs set (set_full_iter_cg_configs). A step beyond it runs again.
+_RANK_CAPACITY, _STASH_PAGES, _HOST_PAGES = 1.5, 1.2, 1.0
 
 _SCRIPT = """\
 #!/bin/bash
 # Plan {plan_id} for Megatron-LM (flags of its main branch of 2026), from the root of its repository: run this on each
 # of {num_hosts} hosts, with NODE_RANK and MASTER_ADDR set, and your data and tokenizer in place of the mock ones.
-set -euo pipefail
+{routing}set -euo pipefail
 export CUDA_DEVICE_MAX_CONNECTIONS={connections}
 
 torchrun --nnodes={num_hosts} --nproc-per-node={gpus} --node-rank="${{NODE_RANK:-0}}" \\
@@ -41,10 +45,17 @@ torchrun --nnodes={num_hosts} --nproc-per-node={gpus} --node-rank="${{NODE_RANK:
 {flags}
 """
 
+# A line of the script's header.
+_ROUTING_NOTES = {
+    "balanced": "# Predicted with experts loaded alike; to measure just that, add --moe-router-force-load-balancing.",
+    "natural": "# Predicted with the uneven load of natural routing.",
+    "drop": "# Predicted with tokens beyond each expert's capacity dropped.",
+}
+
 
 def megatron_files(plan: Plan, run: RunConfig, gpus_per_host: int) -> Mapping[str, str]:
     """The script. Raises InvalidInputError for what Megatron-LM has no flag for."""
-    flags = [*model_flags(plan.model, plan.seq_len), *_plan_flags(plan), *_run_flags(run)]
+    flags = [*model_flags(plan.model, plan.seq_len), *_plan_flags(plan), *_run_flags(run, plan)]
     lines = [f"  {shlex.join([f'--{name}', *values])}" for name, *values in flags]
     script = _SCRIPT.format(
         plan_id=plan.plan_id,
@@ -52,6 +63,7 @@ def megatron_files(plan: Plan, run: RunConfig, gpus_per_host: int) -> Mapping[st
         gpus=gpus_per_host,
         connections=32 if plan.ep_overlap or plan.sharding == "full" else 1,  # it refuses 1 for these
         flags=" \\\n".join(lines),
+        routing=f"{_ROUTING_NOTES[plan.routing]}\n" if plan.model.moe else "",
     )
     return {"pretrain.sh": script}
 
@@ -62,6 +74,11 @@ def _check(plan: Plan) -> None:
         if got != default:
             hint = "use offload_modules" if key == "offload_layers" else "train it with moeplan"
             raise InvalidInputError(f"{key}: got {got}, Megatron-LM has no flag for it", hint)
+    if plan.dynamic_cp:
+        raise InvalidInputError(
+            "dynamic_cp: got True, Megatron-LM has it for data of its own lengths, and this script's is mock data",
+            "export the plan without it, then add --hybrid-context-parallel and --max-seqlen-per-dp-cp-rank",
+        )
     for key, allowed in (("grad_dtype", ("fp32", "bf16")), ("moment_dtype", ("fp32", "bf16", "fp8"))):
         if getattr(plan, key) not in allowed:
             raise InvalidInputError(
@@ -86,6 +103,7 @@ def _plan_flags(plan: Plan) -> Iterator[Flag]:
         yield from _expert_flags(plan)
     if plan.cuda_graph == ("full_iteration",):
         yield "cuda-graph-impl", "full_iteration"
+        yield ("no-check-for-nan-in-loss-and-grad",)
         yield ("te-rng-tracker",)
     elif plan.cuda_graph:
         yield "cuda-graph-impl", "transformer_engine"
@@ -167,9 +185,8 @@ def _expert_flags(plan: Plan) -> Iterator[Flag]:
         if plan.dispatch_sms:
             yield "moe-flex-dispatcher-num-sms", str(plan.dispatch_sms)
     yield ("moe-grouped-gemm",)
-    if plan.routing == "balanced":
-        yield ("moe-router-force-load-balancing",)
-    elif plan.routing == "drop" and plan.model.moe is not None:
+    yield from _static_shape_flags(plan)
+    if plan.routing == "drop" and plan.model.moe is not None:
         router = plan.model.moe.router
         yield "moe-expert-capacity-factor", f"{router.capacity_factor:g}"
         yield "moe-token-drop-policy", router.drop_policy
@@ -189,7 +206,30 @@ def _expert_flags(plan: Plan) -> Iterator[Flag]:
 _DECAY_STYLES = {"cosine": "cosine", "linear": "linear", "constant": "constant", "wsd": "WSD"}
 
 
-def _run_flags(run: RunConfig) -> Iterator[Flag]:
+def _static_shape_flags(plan: Plan) -> Iterator[Flag]:
+    """Buffers of dropless experts sized ahead, as paged stashing and graphs of a whole iteration need them.
+
+    Raises InvalidInputError without the dispatcher and the fused experts that read their sizes on the device (report
+    section 3.5).
+    """
+    router = plan.model.moe.router if plan.model.moe is not None else None
+    is_padded = plan.routing == "drop" and router is not None and router.pad_to_capacity
+    is_whole = plan.cuda_graph == ("full_iteration",) and not is_padded
+    if not is_whole and not plan.paged_stash_factor:
+        return
+    what = "cuda_graph: full_iteration" if is_whole else f"paged_stash_factor: {plan.paged_stash_factor:g}"
+    if plan.dispatcher != "flex" or plan.flex_backend != "hybridep" or not plan.fused_grouped_mlp:
+        raise InvalidInputError(
+            f"{what} of dropless experts, in Megatron-LM only with flex_backend hybridep and fused_grouped_mlp",
+            "search again with --fix dispatcher=flex,flex_backend=hybridep,fused_grouped_mlp=true, or without it",
+        )
+    yield "moe-expert-rank-capacity-factor", f"{_RANK_CAPACITY:g}"
+    yield ("moe-paged-stash",)
+    yield "moe-paged-stash-buffer-size-factor-cuda", f"{plan.paged_stash_factor or _STASH_PAGES:g}"
+    yield "moe-paged-stash-buffer-size-factor-cpu", f"{_HOST_PAGES:g}"
+
+
+def _run_flags(run: RunConfig, plan: Plan) -> Iterator[Flag]:
     yield "train-iters", str(run.steps)
     yield "lr", f"{run.lr:g}"
     yield "min-lr", f"{run.lr * run.min_lr_frac:g}"
@@ -205,6 +245,8 @@ def _run_flags(run: RunConfig) -> Iterator[Flag]:
     yield "weight-decay", f"{run.weight_decay:g}"
     yield "clip-grad", f"{run.clip_grad_norm:g}"
     yield "seed", str(run.seed)
+    if run.force_balance and plan.model.moe is not None:
+        yield ("moe-router-force-load-balancing",)
     yield ("mock-data",)
     yield "eval-iters", str(run.eval_batches if run.eval_every else 0)
     if run.eval_every:

@@ -111,13 +111,16 @@ OTHERWISE: dict[str, object] = {
     "offload_optimizer_states": True,
     "optimizer_cpu_frac": 0.5,
 }
-REFUSED = {"packed_lengths", "echo_slots", "paged_stash_factor", "paired_wgrad", "offload_layers"}
+REFUSED = {"packed_lengths", "echo_slots", "paired_wgrad", "offload_layers"}
 # What says nothing by itself: it follows from others, or needs another one beside it, tested above. Megatron-LM always
 # permutes in the way that spares memory.
 FOLLOWS = {
     *("schema_version", "model", "hardware", "num_gpus", "stack", "dp", "edp", "vp", "layout", "sequence_parallel"),
     *(
         "cp_a2a_size",
+        "dynamic_cp",
+        "document_lengths",
+        "max_tokens_per_rank",
         "micro_batch_group_size",
         "flex_backend",
         "delay_wgrad",
@@ -135,6 +138,8 @@ def test_every_setting_of_a_plan_is_thought_of() -> None:
 def test_no_setting_is_left_out_silently(key: str) -> None:
     def flags(**changes: object) -> list[str]:
         fields = {"model": load_model("deepseek-v3-l4"), "num_gpus": 16, "ep": 8, "tp": 2, "cp": 2}
+        if key == "paged_stash_factor":
+            fields |= {"dispatcher": "flex", "fused_grouped_mlp": True}
         made = job(**(fields | {"precision": "fp8_current"} | changes))
         return export(made, "megatron-lm")["pretrain.sh"].splitlines()[3:]
 
@@ -143,6 +148,28 @@ def test_no_setting_is_left_out_silently(key: str) -> None:
             flags(**{key: OTHERWISE[key]})
     else:
         assert flags(**{key: OTHERWISE[key]}) != flags()
+
+
+def test_a_script_forces_balance_only_for_a_benchmark() -> None:
+    """Random experts spoil training: a run that asks for them says so."""
+    plain = job(ep=8)
+    assert "\n  --moe-router-force-load-balancing" not in export(plain, "megatron-lm")["pretrain.sh"]
+    forced = ExportJob(plain.plan, RunConfig(force_balance=True), plain.profile)
+    assert "\n  --moe-router-force-load-balancing" in export(forced, "megatron-lm")["pretrain.sh"]
+
+
+def test_whole_iteration_graphs_of_dropless_experts_size_their_buffers_ahead() -> None:
+    graph = {"cuda_graph": ("full_iteration",), "ep": 8, "hardware": "b200", "precision": "mxfp8"}
+    fused = {"dispatcher": "flex", "flex_backend": "hybridep", "fused_grouped_mlp": True}
+    (script,) = export(job(**graph, **fused), "megatron-lm").values()
+    for flag in ("--moe-expert-rank-capacity-factor 1.5", "--moe-paged-stash", "--no-check-for-nan-in-loss-and-grad"):
+        assert f"  {flag} \\\n" in script
+    with pytest.raises(InvalidInputError, match="cuda_graph: full_iteration of dropless experts"):
+        export(job(**graph, **(fused | {"fused_grouped_mlp": False})), "megatron-lm")
+    stash = export(job(ep=8, hardware="b200", precision="mxfp8", paged_stash_factor=1.4, **fused), "megatron-lm")
+    assert "--moe-paged-stash-buffer-size-factor-cuda 1.4" in stash["pretrain.sh"]
+    (dense,) = export(job(model=load_model("llama3-8b"), cuda_graph=("full_iteration",)), "megatron-lm").values()
+    assert "--moe-" not in dense
 
 
 def test_gradients_travel_beside_compute_without_sharding_too() -> None:
@@ -172,6 +199,8 @@ def test_rope_that_megatron_has_fixed_is_refused_otherwise() -> None:
 def test_what_megatron_has_no_word_for_is_refused() -> None:
     with pytest.raises(InvalidInputError, match="flex_backend: got 'torch'"):
         export(job(dispatcher="flex", flex_backend="torch", ep=8), "megatron-lm")
+    with pytest.raises(InvalidInputError, match="dynamic_cp: got True"):
+        export(job(dynamic_cp=True, document_lengths=(4096,) * 64), "megatron-lm")
     with pytest.raises(InvalidInputError, match="offload_layers: got 2"):
         export(job(offload_layers=2), "megatron-lm")
 
