@@ -80,6 +80,15 @@ def test_a_slower_machine_never_takes_less_time(plan: Plan, name: str) -> None:
     assert step_s(plan, slow) >= step_s(plan) * (1 - ROUNDING)
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp8_current", "fp8_blockwise"])
+@pytest.mark.parametrize("ep", [1, 8])
+def test_more_memory_on_the_same_processor_never_takes_more_time(precision: str, ep: int) -> None:
+    """An H200 is an H100 with faster memory; 128 and 16 local experts on Megatron's stack."""
+    size = {"num_gpus": 8, "seq_len": 4096, "global_batch_size": 64, "ep": ep, "mbs": 2}
+    plan = Plan(model=QWEN, hardware="h100", stack=STACK.name, precision=precision, **size)
+    assert step_s(plan, load_profile("h200")) <= step_s(plan, H100)
+
+
 def test_recompute_costs_time_and_overlap_saves_it(report_plan: Plan) -> None:
     eager = report_plan.replace(dispatcher="flex", **EAGER)
     plain = step_s(eager.replace(**TUNED))
