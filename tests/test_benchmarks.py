@@ -110,3 +110,24 @@ def test_every_back_end_runs_at_the_shapes_of_a_model() -> None:
     forward = next(row for row in rows if row.operation.startswith("experts: forward"))
     assert forward.tflop * 1e12 == pytest.approx(2 * 2 * 32 * 2 * 32 * 32)
     assert "| tiny | activation |" in markdown(rows)
+
+
+@pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="compiled for the GPU, where the program itself runs")
+def test_each_way_of_summing_fp8_runs() -> None:
+    import torch
+
+    from moeplan.executor import candidate_timing
+    from tests.kernels.fp8_interpreter import exact_fp8
+
+    program = _program("fp8_sums")
+
+    def once(run: Callable[[], object], _: int) -> float:
+        run()
+        return candidate_timing.WARM_UP_S
+
+    with exact_fp8():
+        rows = list(program.measured((2, 128, 128, 128), torch.device("cpu"), once))
+    assert {(row["operation"], row["way"]) for row in rows} == {
+        (operation, way) for operation in ("rows", "weight gradient") for way in program.WAYS
+    }
+    assert all(row["tflops"] == pytest.approx(2 * 128**3 / 1e12) for row in rows)
