@@ -1,6 +1,7 @@
 """What would end a run later, said before anything starts: by the launcher, and by the ranks that torchrun starts."""
 
 import os
+import tempfile
 from pathlib import Path
 
 from moeplan.errors import InvalidInputError
@@ -45,9 +46,9 @@ def check_start(plan: Plan, run: RunConfig, num_processes: int, out: Path) -> No
     if run.log_folder:
         check_log_folder(Path(run.log_folder), resume=run.resume or run.auto_resume or num_restarts() > 0)
     check_writable(out)
-    folders = (run.save_folder, run.log_folder, run.export_hf, run.record_routing)
-    for folder in filter(None, folders):
-        check_writable(Path(folder) / "file")
+    for key in ("save_folder", "log_folder", "export_hf", "record_routing"):
+        if getattr(run, key):
+            _check_folder(key, Path(getattr(run, key)))
 
 
 def check_resumed(run: RunConfig, first_step: int) -> None:
@@ -66,6 +67,17 @@ def shortened(run: RunConfig, first_step: int) -> RunConfig:
     if not first_step or left > run.warmup_steps_untimed + run.profile_steps:
         return run
     return run.model_copy(update={"profile_steps": 0, "warmup_steps_untimed": max(0, left - 1)})
+
+
+def _check_folder(key: str, folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise InvalidInputError(
+            f"{key} {folder}: cannot be written: {error.strerror}", "choose a folder with room that you may write to"
+        ) from None
 
 
 def _check_pairs(run: RunConfig) -> None:

@@ -5,12 +5,12 @@ import os
 import tempfile
 import tomllib
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import tomli_w
 from pydantic import BaseModel, ValidationError
 
-from moeplan.errors import InvalidInputError
+from moeplan.errors import InvalidInputError, nearest_names
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
@@ -51,15 +51,31 @@ def validate(model_type: type[ModelT], data: Any, where: str) -> ModelT:
         return model_type.model_validate(data)
     except ValidationError as error:
         problems = error.errors()
-        first = problems[0]
+        # A key that nobody knows is most often why another is missing.
+        first = next((one for one in problems if one["type"] == "extra_forbidden"), problems[0])
         key = "".join(f"{part}: " for part in [".".join(str(part) for part in first["loc"])] if part)
         silent = first["type"] in ("missing", "extra_forbidden") or isinstance(
             first.get("input"), dict | list | BaseModel
         )
         got = "" if silent else f", got {short(first.get('input'))}"
         more = f" ({len(problems) - 1} more problems)" if len(problems) > 1 else ""
-        message = first["msg"].removeprefix("Value error, ")
-        raise InvalidInputError(f"{where}: {key}{message}{got}{more}", "correct that key and try again") from None
+        message, hint = first["msg"].removeprefix("Value error, "), "correct that key and try again"
+        if first["type"] == "extra_forbidden":
+            known = _keys_beside(model_type, first["loc"])
+            message, hint = "no such key", nearest_names(str(first["loc"][-1]), known) if known else hint
+        raise InvalidInputError(f"{where}: {key}{message}{got}{more}", hint) from None
+
+
+def _keys_beside(model_type: Any, path: tuple[int | str, ...]) -> tuple[str, ...]:
+    """Keys of the table that a key was found in; none where it may be one of several tables."""
+    for part in path[:-1]:
+        field = model_type.model_fields.get(part)
+        named = (field.annotation, *get_args(field.annotation)) if field is not None else ()
+        tables = [one for one in named if isinstance(one, type) and issubclass(one, BaseModel)]
+        if len(tables) != 1:
+            return ()
+        model_type = tables[0]
+    return tuple(model_type.model_fields)
 
 
 def short(value: Any) -> str:

@@ -24,7 +24,7 @@ def test_a_folder_that_cannot_be_written_is_found_before_the_first_step(tmp_path
     (tmp_path / "file").write_text("x", encoding="utf-8")
     with pytest.raises(InvalidInputError, match="file"):
         check(tmp_path, **{key: str(tmp_path / "file")})
-    with pytest.raises(InvalidInputError, match="cannot write /proc/none"):
+    with pytest.raises(InvalidInputError, match=f"{key} /proc/none: cannot be written"):
         check(tmp_path, **{key: "/proc/none"})
 
 
