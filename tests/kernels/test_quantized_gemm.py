@@ -6,6 +6,8 @@ the same stored bits and differ by bf16's rounding: 2**-9, or 2**-8 under the in
 """
 
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -135,3 +137,11 @@ def test_every_back_end_has_a_contract_test() -> None:
 
 def test_a_cpu_multiplies_by_the_reference() -> None:
     assert {backend_of(name, torch.zeros(1, 128, 128)) for name in RECIPES} == {"reference"}
+
+
+@pytest.mark.parametrize("major, on_gpu", [(8, "reference"), (9, "triton")])
+def test_hopper_takes_blocks_of_whole_tiles(monkeypatch: pytest.MonkeyPatch, major: int, on_gpu: str) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (major, 0))
+    whole, cut = (cast("Tensor", SimpleNamespace(is_cuda=True, device=0, shape=(2, 128, side))) for side in (256, 160))
+    assert backend_of("fp8_blockwise", whole) == backend_of("fp8_current", whole) == on_gpu
+    assert (backend_of("fp8_blockwise", cut), backend_of("fp8_current", cut)) == ("reference", on_gpu)
