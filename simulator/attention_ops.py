@@ -118,6 +118,7 @@ def attention_core(build: LayerBuilder, layer: int) -> Op:
         qk_head_dim=qk,
         v_head_dim=v,
         flops=2 * tokens * heads * (qk + v) * keys,
+        rate_frac=shape.attention_frac,
         hbm_bytes=moved,
         backward_hbm_bytes=2 * moved,
         modules=frozenset(("core_attn",)),

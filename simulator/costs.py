@@ -90,8 +90,8 @@ def _attention(op: Op, profile: HardwareProfile) -> Cost:
         dense = dense_rate(profile, op.dtype if op.dtype in {"fp32", "fp64"} else "bf16")
         rate = dense.curve.rate_at(max(op.seq_len, 1.0)) * dense.scale_frac * ATTENTION_OVER_GEMM_FRAC
         note = f"attention[{op.dtype} {op.qk_head_dim}/{op.v_head_dim}]: {ATTENTION_OVER_GEMM_FRAC:g} x the GEMM rate"
-        return _roofline(op, profile, Cost(op.flops / rate, "compute", "assumed", 0.3, note))
-    seconds = op.flops / _attention_rate(curve, op.seq_len)
+        return _roofline(op, profile, Cost(op.flops / rate / op.rate_frac, "compute", "assumed", 0.3, note))
+    seconds = op.flops / _attention_rate(curve, op.seq_len) / op.rate_frac
     exact = (curve.dtype, curve.qk_head_dim, curve.v_head_dim) == (op.dtype, op.qk_head_dim, op.v_head_dim)
     label = f"attention[{curve.dtype} {curve.phase} {curve.qk_head_dim}/{curve.v_head_dim}]"
     if exact:

@@ -53,7 +53,8 @@ class Op:
 
     gemm: ``rows`` x ``inner`` times ``inner`` x ``cols``, ``num_groups`` of them (grouped_gemm: the local
     experts), at ``rate_frac`` of the machine's dense rate (grouped_gemm: where it has no curve of ``backend``).
-    attention: ``rows`` tokens x ``cols`` heads against ``seq_len`` keys, causal. memory, gather: ``hbm_bytes`` moved.
+    attention: ``rows`` tokens x ``cols`` heads against ``seq_len`` keys, causal, at ``rate_frac`` of the machine's
+    readings. memory, gather: ``hbm_bytes`` moved.
     ``epilogue_hbm_bytes``: moved after the products of a GEMM are done.
     Collectives: ``comm_bytes`` in the convention of CollectiveCurve, in ``num_messages`` equal ones, one after another.
     ``repeats``: not kept, so backward does it again first. exchange: ``comm_bytes`` to other ranks inside

@@ -62,6 +62,7 @@ class OpShape:
     permute_fusion: bool
     router_fusion: bool
     fp8_attention: bool
+    attention_frac: float
     tp_comm_overlap: bool
     tp_group: Placement
     cp_heads_group: Placement
@@ -100,6 +101,7 @@ class OpShape:
             permute_fusion=point.permute_fusion,
             router_fusion=point.router_fusion,
             fp8_attention=point.fp8_attention,
+            attention_frac=_attention_frac(stack, profile),
             tp_comm_overlap=point.tp_comm_overlap,
             tp_group=groups.tp,
             cp_heads_group=groups.cp_heads,
@@ -147,3 +149,10 @@ class OpShape:
         """Rows of one local expert under balance, T K EP ETP / E, padded to the precision's alignment."""
         rows = self.own_tokens * moe.top_k * self.ep * self.etp / moe.num_experts
         return ceil(rows / self.format.alignment) * self.format.alignment
+
+
+def _attention_frac(stack: SoftwareStack, profile: HardwareProfile) -> float:
+    """Rate of the stack's attention kernel over the machine's readings, which are of cuDNN."""
+    older = stack.time.flash_attention_frac
+    runs_older = older is not None and profile.device == "cuda" and not profile.overlaps_gemm_epilogue
+    return older.value if older is not None and runs_older else 1.0

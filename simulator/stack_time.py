@@ -33,6 +33,10 @@ class StackTime(Record):
     gemm_frac: Sourced = Field(description="rate of GEMMs over the machine's readings")
     fp8_gemm_frac: Sourced = Field(description="the same of per-tensor FP8, whose readings are of the best shapes")
     fp8_block_gemm_frac: Sourced | None = Field(default=None, description="the same of FP8 in blocks; none: 1")
+    flash_attention_frac: Sourced | None = Field(
+        default=None,
+        description="rate of attention before Blackwell over the readings, which are of cuDNN; none: cuDNN",
+    )
     hides_cp: bool = Field(default=True, description="keys and values pass beside the attention they are not needed by")
     exchange_wait_s: Sourced = Field(description="host-driven exchange: wait for the last rank, per doubling of ranks")
     exchange_contention_frac: Sourced = Field(
