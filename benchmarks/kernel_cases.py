@@ -107,7 +107,7 @@ def _expert_cases(plan: Plan, moe: Moe, device: torch.device) -> Iterator[Case]:
         if R >= LARGE_EXPERT_ROWS * E:
             names.append("by_expert")
         for count, what in ((1, "weight gradient"), (2, "weight gradients of a pair")):
-            adds = {
+            adds: dict[str, Run] = {
                 name: partial(grouped_weight_grad.add_parts_, main, (part,) * count, backend=name) for name in names
             }
             if count == 1:
