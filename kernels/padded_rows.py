@@ -53,6 +53,10 @@ def padded_rows(offsets_E: Tensor, num_rows: int) -> PaddedRows:
     num_tiles = (num_rows + (TILE - 1) * min(num_experts, num_rows)) // TILE
     if num_experts == 1:
         return _one_expert(num_rows, num_tiles, offsets_E)
+    if offsets_E.is_cuda:
+        from moeplan.kernels import padded_rows_triton  # noqa: PLC0415 - loads a compiler no CPU process needs
+
+        return PaddedRows(num_rows, num_tiles, *padded_rows_triton.tiles(offsets_E, num_tiles, TILE))
     starts_E = torch.cat([offsets_E.new_zeros(1), offsets_E[:-1]])
     padded_end_E = (offsets_E - starts_E + (TILE - 1)).div(TILE, rounding_mode="floor").cumsum(0) * TILE
     padded_start_E = torch.cat([padded_end_E.new_zeros(1), padded_end_E[:-1]])
@@ -79,7 +83,7 @@ def dense_rows(num_rows: int, device: torch.device) -> PaddedRows:
 
 
 def _one_expert(num_rows: int, num_tiles: int, offsets_E: Tensor) -> PaddedRows:
-    """Three kernels where the general case takes twenty."""
+    """Three kernels where the general case takes twenty, or on CUDA one of our own."""
     row = torch.arange(num_tiles, dtype=torch.int32, device=offsets_E.device) * TILE
     end_E = torch.full_like(offsets_E, num_tiles * TILE)
     return PaddedRows(num_rows, num_tiles, end_E, torch.zeros_like(row), row, (num_rows - row).clamp(max=TILE))

@@ -14,6 +14,7 @@ from moeplan.kernels.activation import ActivationKind, activation
 from moeplan.kernels.cross_entropy import logit_gradient_, logit_stats
 from moeplan.kernels.gathered_gemm import gathered_gemm, summed_gemm
 from moeplan.kernels.grouped_gemm import grouped_gemm
+from moeplan.kernels.padded_rows import padded_rows
 from moeplan.kernels.permute import permute, unpermute
 from moeplan.kernels.rotary import apply_rotary, rotary_tables
 from moeplan.kernels.router import router_logits
@@ -124,6 +125,14 @@ def test_grouped_gemm_with_an_empty_expert() -> None:
         return torch.cat(parts)
 
     _check(lambda x, w: grouped_gemm(x, w, ends_E), reference, [_normal(300, 256), _normal(4, 256, 512)])
+
+
+@pytest.mark.parametrize("num_rows", [[0, 5, 128, 129, 0], [0] * 511 + [1000], [0, 0]])
+def test_padding_is_that_of_a_cpu(num_rows: list[int]) -> None:
+    offsets_E = torch.tensor(num_rows).cumsum(0).to(torch.int32)
+    got, expected = padded_rows(offsets_E.cuda(), sum(num_rows)), padded_rows(offsets_E, sum(num_rows))
+    for name in ("padded_end_E", "expert_of_tile", "row_of_tile", "count_of_tile"):
+        assert torch.equal(getattr(got, name).cpu(), getattr(expected, name)), name
 
 
 def test_accumulation_over_two_dtypes() -> None:

@@ -1,7 +1,8 @@
 """Padding of each expert's rows to whole tiles."""
 
+import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moeplan.kernels.padded_rows import TILE, PaddedRows, dense_rows, padded_rows
@@ -41,3 +42,18 @@ def test_one_matrix_is_one_expert(num_rows: int) -> None:
     assert rows.source_P[:num_rows].tolist() == list(range(num_rows))
     assert rows.padded_end_E.tolist() == [rows.num_padded]
     assert rows.num_padded - num_rows < TILE
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="compiled for the GPU: test_on_gpu.py")
+@settings(max_examples=15)
+@given(st.lists(st.sampled_from([0, 1, 127, 128, 129, 300, 5000]), min_size=2, max_size=9))
+def test_one_launch_finds_the_same_tiles(num_rows: list[int]) -> None:
+    from moeplan.kernels import padded_rows_triton
+
+    offsets_E = torch.tensor(num_rows).cumsum(0).to(torch.int32)
+    expected = padded_rows(offsets_E, sum(num_rows))
+    got = padded_rows_triton.tiles(offsets_E, expected.num_tiles, TILE)
+    fields = ("padded_end_E", "expert_of_tile", "row_of_tile", "count_of_tile")
+    for one, name in zip(got, fields, strict=True):
+        assert one.dtype == torch.int32
+        assert torch.equal(one, getattr(expected, name)), name
