@@ -7,6 +7,7 @@ KIB, MIB, GIB = 2**10, 2**20, 2**30
 MB, GB, TB = 10**6, 10**9, 10**12
 GFLOP, TFLOP = 10**9, 10**12
 MICROSECOND, MILLISECOND = 1e-6, 1e-3
+HOUR_S, DAY_S = 3600.0, 86400.0
 
 # Bytes an element takes in storage, scales not included.
 DTYPE_BYTES: dict[str, float] = {

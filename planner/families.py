@@ -154,6 +154,8 @@ def _legal(request: SearchRequest, space: Space, chosen: dict[str, Any], tally: 
 def _problems(request: SearchRequest, point: Point) -> Iterator[tuple[str, str]]:
     """Why a point that recomputes nothing is no candidate."""
     for key, values in request.forbidden.items():
+        if key == "flex_backend" and point.dispatcher != "flex":
+            continue  # the field has no effect
         if key != "recompute" and getattr(point, key) in values:
             yield "forbidden", f"--forbid {key}"
     yield from violations(request.model, point)

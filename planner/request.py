@@ -1,7 +1,7 @@
 """What a search is asked for, and the user's ``--fix`` and ``--forbid``."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -10,6 +10,7 @@ from moeplan.hwprofiles.schema import HardwareProfile
 from moeplan.model_spec import ModelSpec
 from moeplan.plan import Plan
 from moeplan.simulator.stack import SoftwareStack
+from moeplan.vocabulary import FlexBackend
 
 # What --fix and --forbid may name: the axes searched, and further fields that every plan then takes as given.
 PINNABLE = (
@@ -53,6 +54,8 @@ class SearchRequest:
 def parse_pins(text: str, flag: str) -> dict[str, Any]:
     """``tp=1,pp=8,recompute=layernorm+moe_act`` as Plan fields; a list takes ``+``, ``none`` empties it.
 
+    ``dispatcher=hybridep`` is short for ``dispatcher=flex,flex_backend=hybridep``.
+
     Raises InvalidInputError for an unknown key or a value of the wrong type.
     """
     pins: dict[str, Any] = {}
@@ -62,7 +65,12 @@ def parse_pins(text: str, flag: str) -> dict[str, Any]:
             raise InvalidInputError(f"{flag}: got {item!r}, allowed: key=value", "for example tp=1,pp=8")
         if key not in PINNABLE:
             raise InvalidInputError(f"{flag}: unknown key {key!r}", nearest_names(key, PINNABLE))
-        pins[key] = _parse_value(key, written, flag)
+        if key in pins:
+            raise InvalidInputError(f"{flag}: {key} is given twice, {pins[key]} and {written}", "keep one of them")
+        if key == "dispatcher" and written in get_args(FlexBackend):  # as tables of plans name it
+            pins |= {"dispatcher": "flex", "flex_backend": written}
+        else:
+            pins[key] = _parse_value(key, written, flag)
     return pins
 
 
@@ -70,7 +78,10 @@ def parse_forbidden(text: str, flag: str) -> dict[str, tuple[Any, ...]]:
     """As :func:`parse_pins`, but the same key may come again: ``tp=4,tp=8`` forbids both."""
     forbidden: dict[str, tuple[Any, ...]] = {}
     for item in filter(None, (part.strip() for part in text.split(","))):
-        for key, value in parse_pins(item, flag).items():
+        pins = parse_pins(item, flag)
+        if "flex_backend" in pins:  # dispatcher=deepep leaves the other back ends of flex
+            pins.pop("dispatcher", None)
+        for key, value in pins.items():
             forbidden[key] = (*forbidden.get(key, ()), value)
     return forbidden
 

@@ -24,12 +24,10 @@ app.add_typer(hardware_app, name="hardware", invoke_without_command=True)
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 ModelName = Annotated[str, typer.Option("--model", help="Preset, .toml file, or Hugging Face config.json.")]
-HardwareName = Annotated[str, typer.Option("--hardware", help="Profile name or .toml file.")]
 Stack = Annotated[
     str, typer.Option("--stack", help="Engine and release that executes: default native on a CPU profile, else Bridge.")
 ]
 Fix = Annotated[str, typer.Option("--fix", help="Pin axes: tp=1,pp=8,precision=bf16,recompute=layernorm+moe_act.")]
-Gpus = Annotated[int, typer.Option("--gpus", min=1, help="Number of GPUs (processes for a CPU profile).")]
 SeqLen = Annotated[int, typer.Option("--seq-len", min=1, help="Tokens of one sequence.")]
 BatchSize = Annotated[int, typer.Option("--global-batch-size", min=1, help="Sequences of one optimizer step.")]
 PlanFile = Annotated[Path, typer.Argument(help="Plan TOML, as written by search --out.")]
@@ -53,8 +51,12 @@ def _root(
 @app.command()
 def search(  # noqa: PLR0917 - typer: one parameter per option
     model: ModelName,
-    hardware: HardwareName,
-    gpus: Gpus,
+    hardware: Annotated[
+        str, typer.Option("--hardware", help="Profile or .toml file; several with commas: h100,gb300.")
+    ],
+    gpus: Annotated[
+        str, typer.Option("--gpus", help="GPUs (processes for a CPU profile); several with commas: 64,128,256.")
+    ],
     seq_len: SeqLen,
     global_batch_size: BatchSize,
     stack: Stack = "",
@@ -65,14 +67,26 @@ def search(  # noqa: PLR0917 - typer: one parameter per option
     memory_margin: Annotated[
         float | None, typer.Option("--memory-margin", min=0, max=0.9, help="Fraction of memory to leave free: 0.03.")
     ] = None,
+    tokens: Annotated[str, typer.Option("--tokens", help="To train on: 14.8T. Adds days, GPU-hours, cost.")] = "",
+    deadline: Annotated[str, typer.Option("--deadline", help="Most time for those tokens: 60d, 36h.")] = "",
+    max_cost: Annotated[str, typer.Option("--max-cost", help="Most USD for them: 5M.")] = "",
+    price: Annotated[
+        str, typer.Option("--price", help="USD a GPU-hour instead of the profile's: 2.5, or h100=2.5,gb300=6.")
+    ] = "",
+    energy_price: Annotated[float | None, typer.Option("--energy-price", min=0, help="USD a kWh: 0.08.")] = None,
+    goodput: Annotated[
+        float, typer.Option("--goodput", min=0.01, max=1, help="Part of the time spent in steps: 0.9.")
+    ] = 1.0,
     out: Annotated[Path | None, typer.Option("--out", help="Write the best plan to this TOML file.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Rank the plans that fit: memory is a hard wall, then step time decides."""
+    """Rank the plans that fit: memory is a hard wall, then step time decides. Several sizes: compare clusters."""
     from moeplan.cli.search import SearchOptions, run_search
+    from moeplan.cli.sizing import JobOptions
 
     sizes = (model, hardware, gpus, seq_len, global_batch_size)
-    run_search(SearchOptions(*sizes, stack, fix, forbid, top, time_limit, memory_margin, out, as_json))
+    job = JobOptions(tokens, deadline, max_cost, price, energy_price, goodput)
+    run_search(SearchOptions(*sizes, stack, fix, forbid, top, time_limit, memory_margin, out, as_json, job))
 
 
 @app.command()

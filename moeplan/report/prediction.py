@@ -5,12 +5,14 @@ from collections.abc import Sequence
 from moeplan.cp_schedule import tokens_by_size
 from moeplan.hwprofiles.schema import HardwareProfile
 from moeplan.plan import Plan
+from moeplan.planner.sizing import mfu_frac, peak_of
 from moeplan.report.output import out_console
 from moeplan.report.tables import memory_table, table, time_table
 from moeplan.results import Figures
 from moeplan.simulator.memory import MemoryItem
 from moeplan.step_packs import step_schedule
-from moeplan.units import format_bytes, format_seconds
+from moeplan.units import TFLOP, format_bytes, format_seconds
+from moeplan.vocabulary import PRECISIONS, PrecisionName
 
 
 def print_prediction(plan: Plan, profile: HardwareProfile, predicted: Figures) -> None:
@@ -33,6 +35,7 @@ def print_headline(plan: Plan, profile: HardwareProfile, predicted: Figures) -> 
         f"step {format_seconds(predicted.step_s)} +- {100 * predicted.error_bar_frac:.0f} %, "
         f"{predicted.tokens_per_s_per_gpu:.0f} tokens/s/GPU, {predicted.model_tflops_per_gpu:.4g} model TFLOP/s/GPU"
     )
+    console.print(mfu_text(predicted, plan.precision, profile))
     usable = profile.memory_bytes.value
     verdict = "fits" if predicted.peak_memory_bytes <= usable else "DOES NOT FIT"
     console.print(
@@ -51,6 +54,16 @@ def _batches(plan: Plan) -> str:
         return f"{len(plan.document_lengths)} documents in {len(batches)} micro-batches, cp {sizes}"
     packed = f", each of {len(plan.packed_lengths)} documents" if plan.packed_lengths else ""
     return f"{plan.num_micro_batches} micro-batches of {plan.mbs} x {plan.seq_len}{packed}"
+
+
+def mfu_text(predicted: Figures, precision: PrecisionName, profile: HardwareProfile) -> str:
+    """Model FLOP utilization with its denominator and where that comes from."""
+    dtype = PRECISIONS[precision].gemm_dtype
+    frac, peak = mfu_frac(predicted, precision, profile), peak_of(precision, profile)
+    if frac is None or peak is None:
+        return f"MFU unknown: {profile.name} has no peak of {dtype}"
+    source = f"{peak.source}: {peak.ref}"
+    return f"MFU {100 * frac:.1f} % of the dense {dtype} peak, {peak.value / TFLOP:.4g} TFLOP/s ({source})"
 
 
 def print_memory_items(items: Sequence[MemoryItem], rank: int | None) -> None:

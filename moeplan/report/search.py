@@ -7,6 +7,7 @@ from rich.table import Table
 from moeplan.planner.request import SearchRequest
 from moeplan.planner.search import RankedPlan, SearchOutcome
 from moeplan.report.output import out_console
+from moeplan.report.prediction import mfu_text
 from moeplan.report.tables import memory_table, table, time_table, with_text_last
 from moeplan.results import Rejection
 from moeplan.units import format_bytes, format_count, format_seconds
@@ -33,6 +34,7 @@ def print_outcome(request: SearchRequest, outcome: SearchOutcome, out: Path | No
         console.print(
             f"layout {plan.layout}, {plan.num_micro_batches} micro-batches of {plan.mbs} on each of dp {plan.dp}"
         )
+        console.print(mfu_text(best.predicted, plan.precision, request.profile))
         console.print(memory_table(best.predicted))
         console.print(time_table(best.predicted))
         for note in best.predicted.notes:

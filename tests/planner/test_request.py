@@ -28,8 +28,22 @@ def test_forbidden_values_of_one_key_add_up() -> None:
     assert parse_forbidden("tp=4,tp=8,precision=mxfp8", "--forbid") == {"tp": (4, 8), "precision": ("mxfp8",)}
 
 
+def test_dispatchers_go_by_the_name_that_tables_print() -> None:
+    assert parse_pins("dispatcher=deepep", "--fix") == {"dispatcher": "flex", "flex_backend": "deepep"}
+    assert parse_pins("dispatcher=alltoall", "--fix") == {"dispatcher": "alltoall"}
+    assert parse_forbidden("dispatcher=deepep", "--forbid") == {"flex_backend": ("deepep",)}
+
+
 @pytest.mark.parametrize(
-    "text, named", [("tq=1", "tq"), ("tp", "key=value"), ("tp=", "key=value"), ("tp=0", "tp"), ("recompute=x", "x")]
+    "text, named",
+    [
+        ("tp=1,tp=2", "tp is given twice"),
+        ("tq=1", "tq"),
+        ("tp", "key=value"),
+        ("tp=", "key=value"),
+        ("tp=0", "tp"),
+        ("recompute=x", "x"),
+    ],
 )
 def test_bad_pins_name_themselves(text: str, named: str) -> None:
     with pytest.raises(InvalidInputError, match="--fix") as raised:

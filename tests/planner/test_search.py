@@ -132,6 +132,13 @@ def test_forbid_leaves_out() -> None:
     assert 1 not in {ranked.plan.mbs for ranked in outcome.plans}
 
 
+def test_forbidding_a_back_end_leaves_the_other_dispatchers() -> None:
+    asked = request(fix="tp=1,ep=64,etp=1,pp=4,vp=4,mbs=1", forbid="dispatcher=hybridep")
+    found = [one.base for group in families(asked, default_space(asked), Tally()) for one in group]
+    assert {point.dispatcher for point in found} >= {"alltoall"}
+    assert not [point for point in found if point.dispatcher == "flex" and point.flex_backend == "hybridep"]
+
+
 def test_more_memory_never_makes_a_feasible_plan_infeasible() -> None:
     asked = request(fix="tp=1,ep=64,etp=1,pp=4,vp=4", top=1000)
     bytes_now = asked.profile.memory_bytes.value
