@@ -50,6 +50,7 @@ class Checkpointer:
         # Saving talks on a group of its own and through the host, so that it can go on beside training.
         self.group = dist.new_group(backend="gloo") if mesh.world.size > 1 else None
         self.is_first = mesh.rank == 0
+        self.loaded: Manifest | None = None
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
 
@@ -57,6 +58,11 @@ class Checkpointer:
         """Whether a checkpoint belongs after ``step`` steps."""
         every = self.run.save_every
         return step == self.run.steps or (every > 0 and step % every == 0)
+
+    def tokens_at(self, step: int) -> int:
+        """Tokens of ``step`` steps, of which those before the loaded checkpoint may have had other batches."""
+        first, before = (self.loaded.step, self.loaded.tokens) if self.loaded else (0, 0)
+        return (before or first * self.plan.tokens_per_step) + (step - first) * self.plan.tokens_per_step
 
     def save(self, step: int) -> None:
         """Write the state after ``step`` steps; with ``save_async`` it is copied now and written by a thread.
@@ -67,6 +73,7 @@ class Checkpointer:
         slices = [replace(one, values=self._copied(one.values)) for one in self._slices(counted_only=True)]
         manifest = Manifest(
             step=step,
+            tokens=self.tokens_at(step),
             model=self.plan.model,
             plan_id=self.plan.plan_id,
             num_gpus=self.plan.num_gpus,
@@ -111,6 +118,7 @@ class Checkpointer:
         self._read(checkpoint)
         self.optimizer.take_loaded(manifest.step)
         torch.set_rng_state(torch.tensor(list(bytes.fromhex(manifest.rng)), dtype=torch.uint8))
+        self.loaded = manifest
         return manifest.step
 
     def _copied(self, values: Tensor) -> Tensor:

@@ -31,13 +31,15 @@ class FileSum(Record):
 
 
 class Manifest(Record):
-    """What a checkpoint is. ``step``: optimizer steps done, hence the data position.
+    """What a checkpoint is.
 
-    ``rng`` is the state of torch's CPU generator in hexadecimal.
+    ``step``: optimizer steps done. ``tokens``: trained on in them, whose batches may have had several sizes; 0: as the
+    plan's batch says. ``rng``: the state of torch's CPU generator in hexadecimal.
     """
 
     schema_version: Literal[1] = 1
     step: int
+    tokens: int = 0
     model: ModelSpec
     plan_id: str
     num_gpus: int

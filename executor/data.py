@@ -9,7 +9,7 @@ import random
 import sysconfig
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, cast
 
@@ -99,6 +99,10 @@ class TokenSource(ABC):
     def validation_document(self, index: int, length: int, total: int) -> Tensor:
         """``length`` + 1 held-out ids of document ``index`` of ``total``; the same at every step."""
 
+    @abstractmethod
+    def resumed(self, step: int, num_tokens: int) -> "TokenSource":
+        """The source of a run that goes on after ``step`` steps of ``num_tokens``, whatever batches they had."""
+
     def sequence(self, step: int, index: int) -> Tensor:
         """:meth:`document` of the length of a sequence."""
         return self.document(step, index, self.seq_len)
@@ -117,7 +121,7 @@ class StreamSource(TokenSource):
     """Sequences of one stream of ids, the last ``num_held_out`` for validation; ``name`` is how messages call it.
 
     ``batch_size``: sequences of a step where each place is taken once before any comes again; 0 where a sequence may
-    begin anywhere at any time.
+    begin anywhere at any time. ``num_before``: sequences by which those before a checkpoint were more.
     """
 
     name: str
@@ -125,14 +129,18 @@ class StreamSource(TokenSource):
     vocab_size: int
     num_held_out: int = 0
     batch_size: int = 0
+    num_before: int = 0
 
     def document(self, step: int, index: int, length: int) -> Tensor:
         room = len(self.tokens) - self.num_held_out - length
         if not self.batch_size:
             return self._ids_at(random.Random(f"{self.seed}/{step}/{index}").randrange(room), length)
         places = (room - 1) // length + 1
-        turn, place = divmod(step * self.batch_size + index, places)
+        turn, place = divmod(self.num_before + step * self.batch_size + index, places)
         return self._ids_at(permuted(place, places, f"{self.seed}/{turn}") * length, length)
+
+    def resumed(self, step: int, num_tokens: int) -> TokenSource:
+        return replace(self, num_before=num_tokens // self.seq_len - step * self.batch_size)
 
     def validation_document(self, index: int, length: int, total: int) -> Tensor:
         """Spread evenly over what is held out."""
@@ -167,6 +175,9 @@ class MixedSource(TokenSource):
     def validation_document(self, index: int, length: int, total: int) -> Tensor:
         source = self.validation or self._drawn(f"{self.seed}/{index}/validation")
         return source.validation_document(index, length, total)
+
+    def resumed(self, step: int, num_tokens: int) -> TokenSource:
+        return replace(self, parts=tuple(part.resumed(step, num_tokens) for part in self.parts))
 
     def _drawn(self, key: str) -> TokenSource:
         return random.Random(key).choices(self.parts, self.weights)[0]

@@ -98,6 +98,7 @@ class Trainer:
         assert self.checkpoints is not None
         self.first_step = self.checkpoints.load()
         check_resumed(self.run, self.first_step)
+        self.tokens = self.tokens.resumed(self.first_step, self.checkpoints.tokens_at(self.first_step))
         self.run = shortened(self.run, self.first_step)
 
     def step(self, number: int) -> StepResult:
@@ -125,6 +126,10 @@ class Trainer:
         """Of the numbers of all ranks; 0 where there is none."""
         own = torch.stack(values).max() if values else torch.zeros((), device=self.device)
         return max(gather_scalars(own, self.mesh.world))
+
+    def tokens_at(self, step: int) -> int:
+        """Tokens trained on in ``step`` steps."""
+        return self.checkpoints.tokens_at(step) if self.checkpoints else step * self.plan.tokens_per_step
 
     def _judge_spike(self, norm: float, number: int) -> float:
         """How many times the median a spike is whose update is left out; RunFailedError where it ends the run."""
@@ -251,7 +256,7 @@ def _logged(trainer: Trainer, number: int, result: StepResult, step_s: float) ->
         "model_tflops_per_gpu": tokens_per_s
         * training_flops_per_token(plan.model, plan.seq_len, plan.packed_lengths)
         / TFLOP,
-        "tokens": plan.tokens_per_step * (number + 1),
+        "tokens": trainer.tokens_at(number + 1),
         BUSIEST_LOAD: result.busiest_load,
     }
 

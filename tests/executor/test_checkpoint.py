@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moeplan.errors import InvalidInputError, RunFailedError
-from moeplan.executor.checkpoint_files import LATEST, MANIFEST, latest_checkpoint
+from moeplan.executor.checkpoint_files import LATEST, MANIFEST, latest_checkpoint, read_manifest
 from moeplan.executor.data import open_tokens
 from moeplan.executor.train import StepResult
 from moeplan.plan import Plan
@@ -127,6 +127,18 @@ def saved_on_the_way(plan: Plan, run: RunConfig) -> list[StepResult]:
         trainer.step(number)
     trainer.checkpoints.save(SAVED_AFTER)
     return [trainer.step(number) for number in range(SAVED_AFTER, STEPS)]
+
+
+def test_tokens_are_counted_over_batches_of_several_sizes(tmp_path: Path) -> None:
+    run = save_alone(tmp_path)
+    again = build_trainer(0, tiny_plan(GQA, 1, global_batch_size=16), run.model_copy(update={"steps": 20}))
+    assert again.checkpoints is not None
+    again.resume()
+    assert again.tokens_at(SAVED_AFTER) == SAVED_AFTER * 8 * 16
+    assert again.tokens_at(SAVED_AFTER + 2) == (SAVED_AFTER * 8 + 2 * 16) * 16
+    again.step(SAVED_AFTER)
+    again.checkpoints.save(SAVED_AFTER + 1)
+    assert read_manifest(latest_checkpoint(tmp_path), GQA).tokens == (SAVED_AFTER * 8 + 16) * 16
 
 
 def test_bf16_goes_on_bit_by_bit(tmp_path: Path) -> None:

@@ -128,6 +128,16 @@ def test_shuffled_data_takes_every_place_once_in_a_turn(tmp_path: Path) -> None:
     assert [int(other.sequence(0, index)[0]) for index in range(8)] != firsts[:8]
 
 
+def test_shuffled_data_goes_on_where_it_was_with_another_batch(tmp_path: Path) -> None:
+    path = write_tokens(tmp_path / "ids.bin", list(range(12 * 16 + 5)))
+    run = RunConfig(data=str(path), data_order="shuffled")
+    first = open_tokens(PLAN, run)
+    firsts = [int(first.sequence(0, index)[0]) for index in range(8)]
+    again = open_tokens(PLAN.model_copy(update={"global_batch_size": 2}), run).resumed(1, 8 * 16)
+    firsts += [int(again.sequence(step, index)[0]) for step in (1, 2) for index in range(2)]
+    assert sorted(firsts) == list(range(0, 192, 16))
+
+
 @given(st.integers(1, 300), st.text(max_size=5))
 def test_a_permutation_takes_each_number_to_another(size: int, key: str) -> None:
     assert sorted(permuted(index, size, key) for index in range(size)) == list(range(size))
