@@ -35,8 +35,6 @@ def _plan_limits(plan: Plan) -> Iterator[tuple[str, object, str, str]]:
         yield from _library_limits(plan)
     if plan.dispatch_sms and (plan.dispatcher, plan.flex_backend == "torch") != ("flex", False):
         yield "dispatch_sms", plan.dispatch_sms, "0, but for the libraries of flex", "leave dispatch_sms out"
-    if plan.sharding == "full" and plan.delay_wgrad:
-        yield "delay_wgrad", "true", "it without full sharding, whose gradients leave with their layer", "leave it out"
     if plan.echo_slots and PRECISIONS[plan.precision].quantized_bytes is not None:
         yield "echo_slots", plan.echo_slots, "it with experts in bf16, fp32 or fp64", "leave echo_slots out"
     if plan.paired_wgrad and PRECISIONS[plan.precision].quantized_bytes is not None:
@@ -77,9 +75,9 @@ def _dynamic_cp_limits(plan: Plan) -> Iterator[tuple[str, object, str, str]]:
     moe = plan.model.moe
     if moe is None:
         return
-    if plan.dispatcher != "alltoall" and plan.ep * plan.etp > 1:
-        allowed = "alltoall under dynamic_cp: others gather equally many tokens of every rank"
-        yield "dispatcher", plan.dispatcher, allowed, "set dispatcher = 'alltoall'"
+    if plan.dispatcher == "flex" and plan.flex_backend != "torch" and plan.ep * plan.etp > 1:
+        allowed = "torch under dynamic_cp: libraries have buffers for equal micro-batches"
+        yield "flex_backend", plan.flex_backend, allowed, "set flex_backend = 'torch'"
     if plan.routing == "drop":
         yield "routing", "drop", "it without dynamic_cp: capacity is by tokens of a rank", "route without drops"
     if plan.paired_wgrad:

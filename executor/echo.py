@@ -17,6 +17,7 @@ from moeplan.executor.collectives import all_gather_raw, exchange_rows
 from moeplan.executor.mesh import Mesh
 from moeplan.executor.scopes import scope
 from moeplan.kernels.router import count_tokens
+from moeplan.kernels.row_map import row_map
 
 
 @dataclass(frozen=True)
@@ -49,13 +50,11 @@ class Echo:
         """Numbers of experts as :meth:`EchoPlan.home_id` has them, and clones for the first copies that they take."""
         with scope("permute"):
             ends, targets = self._tables(plan, index_LK.device)
-            expert_R = index_LK.flatten()
-            order_R = expert_R.argsort(stable=True)
-            first_E = torch.searchsorted(expert_R[order_R], torch.arange(self.num_experts, device=expert_R.device))
-            place_R = torch.empty_like(expert_R)  # among the copies of its expert, in token order
-            place_R[order_R] = torch.arange(len(order_R), device=expert_R.device) - first_E[expert_R[order_R]]
-            clone_R = (place_R[:, None] >= ends[expert_R]).sum(1)
-            return targets[expert_R, clone_R].view_as(index_LK)
+            rows = row_map(index_LK, self.num_experts)
+            starts_E = rows.offsets_E - rows.num_rows_E
+            place_LK = rows.row_of_slot_TK - starts_E[index_LK]  # among the copies of its expert, in token order
+            clone_LK = (place_LK[..., None] >= ends[index_LK]).sum(2)
+            return targets[index_LK, clone_LK]
 
     def _tables(self, plan: EchoPlan, device: torch.device) -> tuple[Tensor, Tensor]:
         """By expert: after how many of this rank's copies each clone is full, and who takes them, home last."""

@@ -10,8 +10,10 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from moeplan.executor.dispatch import build_dispatcher
+from moeplan.executor.dispatch_options import dispatch_options
 from moeplan.executor.echo import Echo, EchoWeights
 from moeplan.executor.exchange import Arrived
 from moeplan.executor.expert_bias import add_expert_bias
@@ -173,6 +175,8 @@ class MoeBlock(nn.Module):
         self.router = Router(plan, moe, f"{name}.router", mesh, table)
         self.dispatcher = build_dispatcher(plan, moe, mesh)
         self.experts = Experts(plan, moe, f"{name}.experts", mesh, table)
+        self.nowhere = dispatch_options(plan, moe).num_experts  # the index of a dropped copy
+        self.needs_equal_ranks = plan.dispatcher != "alltoall" and mesh.etp_ep.size > 1
         self.echo = Echo(mesh, moe.num_experts, plan.echo_slots) if plan.echo_slots else None
         self.shared: Mlp | None = None
         self.shared_gate: nn.Parameter | None = None
@@ -199,12 +203,29 @@ class MoeBlock(nn.Module):
         if self.may_read_tokens and self.experts.reads_tokens:
             return self.experts.from_tokens(x_LH, routing)
         if self.echo is None:
-            return route_tokens(self.dispatcher, self._run_experts, x_LH, routing, beside)
+            return self._exchange(self._run_experts, x_LH, routing, layout, beside)
         echo_plan = self.echo.plan(routing.expert_index_TK)
         routing = replace(routing, expert_index_TK=self.echo.reroute(routing.expert_index_TK, echo_plan))
         weights = (self.experts.in_weight_EHF, self.experts.out_weight_EFH)
         clones = self.echo.fetch(*weights, echo_plan) if echo_plan.clones else None
-        return route_tokens(self.dispatcher, partial(self._run_experts, clones=clones), x_LH, routing, beside)
+        return self._exchange(partial(self._run_experts, clones=clones), x_LH, routing, layout, beside)
+
+    def _exchange(
+        self,
+        run: Callable[[Arrived], Tensor],
+        x_LH: Tensor,
+        routing: Routing,
+        layout: PackLayout | None,
+        beside: Beside | None,
+    ) -> Tensor:
+        """Tokens to their experts and back; with tokens more that go nowhere, where ranks must have equally many."""
+        num_rows = layout.num_missing if layout is not None and self.needs_equal_ranks else 0
+        if not num_rows:
+            return route_tokens(self.dispatcher, run, x_LH, routing, beside)
+        rows = (0, 0, 0, num_rows)
+        index_LK = F.pad(routing.expert_index_TK, rows, value=self.nowhere)
+        routing = replace(routing, probs_TK=F.pad(routing.probs_TK, rows), expert_index_TK=index_LK)
+        return route_tokens(self.dispatcher, run, F.pad(x_LH, rows), routing, beside)[: len(x_LH)]
 
     def _run_experts(self, arrived: Arrived, clones: EchoWeights | None = None) -> Tensor:
         probs_R = arrived.probs if self.probs_before_fc2 else None

@@ -6,12 +6,13 @@ Shapes: T tokens of the tp group, padding included.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moeplan.cp_schedule import PlacedPack
+from moeplan.cp_schedule import PlacedPack, padded_length
 from moeplan.executor.data import TokenSource
 from moeplan.executor.mesh import Mesh
 from moeplan.executor.micro_batch import NO_TARGET, MicroBatch, StepShape, by_depth, document_weights
@@ -21,7 +22,7 @@ from moeplan.step_packs import step_packs
 
 # Ids of a document by its place among those of the step and its length: one more than its tokens.
 ReadDocument = Callable[[int, int], Tensor]
-_NOBODYS = -1  # the document of an idle rank
+_NOTHING = torch.zeros(1, dtype=torch.int64)  # of an idle rank
 
 
 class PackBatches:
@@ -34,8 +35,7 @@ class PackBatches:
         """How many micro-batches the step has, and tokens of each on this rank."""
         lengths = self.plan.document_lengths
         num_tokens = tuple(
-            self._layout(self._pack(index)).num_tokens // self.mesh.tp.size
-            for index in range(len(step_packs(self.plan, lengths)))
+            self._layout(index).num_tokens // self.mesh.tp.size for index in range(len(step_packs(self.plan, lengths)))
         )
         return StepShape(num_tokens, document_weights(self.plan, lengths))
 
@@ -52,33 +52,37 @@ class PackBatches:
 
         return self._read(index, read)
 
-    def _pack(self, index: int) -> PlacedPack | None:
-        """This rank's pack in a micro-batch; None where it has none."""
-        rank = self.mesh.dp_cp.index
-        packs = step_packs(self.plan, self.plan.document_lengths)[index]
-        return next((one for one in packs if one.first_rank <= rank < one.first_rank + one.num_ranks), None)
+    def _packs(self, index: int) -> tuple[PlacedPack, ...]:
+        return step_packs(self.plan, self.plan.document_lengths)[index]
 
-    def _layout(self, pack: PlacedPack | None) -> PackLayout:
+    def _documents(self, index: int) -> tuple[int, tuple[int, ...]]:
+        """How many ranks share this rank's pack, and its documents; an idle rank has a group of its own and none."""
+        rank = self.mesh.dp_cp.index
+        own = (one for one in self._packs(index) if one.first_rank <= rank < one.first_rank + one.num_ranks)
+        return next(((one.num_ranks, one.documents) for one in own), (1, ()))
+
+    def _layout(self, index: int) -> PackLayout:
         """An idle rank takes part with padding alone: others wait for it at every exchange of tokens."""
-        size = 1 if pack is None else pack.num_ranks
-        documents = () if pack is None else pack.documents
-        lengths = tuple(self.plan.document_lengths[document] for document in documents) or (0,)
-        return PackLayout(
-            lengths,
+        size, documents = self._documents(index)
+        layout = PackLayout(
+            tuple(self.plan.document_lengths[document] for document in documents) or (0,),
             self.mesh.cp_blocks[size],
             self.mesh.tp,
             self.mesh.tp_cp_blocks[size],
             self.plan.tokens_per_step,
             self.device,
         )
+        fullest = max(map(self._num_tokens, self._packs(index)))
+        return replace(layout, num_missing=(fullest - layout.num_tokens) // self.mesh.tp.size)
+
+    def _num_tokens(self, pack: PlacedPack) -> int:
+        """Tokens of each tp group that shares a pack."""
+        lengths = (self.plan.document_lengths[document] for document in pack.documents)
+        return sum(padded_length(length, pack.num_ranks, self.plan.tp) for length in lengths) // pack.num_ranks
 
     def _read(self, index: int, read: ReadDocument) -> MicroBatch:
-        pack = self._pack(index)
-        layout, documents = self._layout(pack), (_NOBODYS,) if pack is None else pack.documents
-        ids = [
-            read(document, length) if length else torch.zeros(1, dtype=torch.int64)
-            for document, length in zip(documents, layout.lengths, strict=True)
-        ]
+        layout, documents = self._layout(index), self._documents(index)[1]
+        ids = [read(*one) for one in zip(documents, layout.lengths, strict=False)] or [_NOTHING]
         ids_DT = torch.cat(list(map(self._depths, ids, layout.documents)), 1)
         own_DT = moved(ids_DT, self.device)[:, layout.places_T]
         tokens, targets = own_DT.chunk(2)

@@ -26,7 +26,8 @@ ValueT = TypeVar("ValueT")
 class PackLayout:
     """``lengths`` of documents without padding, shared by ``group``; ``tp_group`` are this rank and its tp neighbours.
 
-    ``tp_cp_group``: all ranks that share the pack. ``num_step_tokens``: of all packs of the step.
+    ``tp_cp_group``: all ranks that share the pack. ``num_step_tokens``: of all packs of the step. ``num_missing``:
+    tokens that this rank has fewer than the fullest one in the micro-batch.
     """
 
     lengths: tuple[int, ...]
@@ -35,6 +36,7 @@ class PackLayout:
     tp_cp_group: Group
     num_step_tokens: int
     device: torch.device
+    num_missing: int = 0
     _kept: dict[Hashable, Any] = field(default_factory=dict)
 
     @cached_property

@@ -7,6 +7,7 @@ weight gradients of the layer are made, because autograd adds gradients to param
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -17,6 +18,7 @@ from moeplan.executor.flat_buffer import FlatBuffer
 from moeplan.executor.fsdp import ShardedBuffer
 from moeplan.executor.model import ModelStage, Transformer
 from moeplan.executor.units import Unit, stage_layers
+from moeplan.kernels.weight_grad_queue import now_or_later
 from moeplan.plan import Plan
 
 
@@ -146,7 +148,7 @@ class FullShardingHooks:
 
     def _done(self) -> None:
         self._release()
-        self.queue.start(self.buffers)
+        now_or_later(partial(self.queue.start, self.buffers))  # after weight gradients of the layer that are delayed
 
 
 class AtEndHooks:
@@ -183,7 +185,7 @@ class AtEndHooks:
         if self.in_backward:
             for buffer in self.buffers:
                 buffer.release()
-        self.queue.start(self.buffers)
+        now_or_later(partial(self.queue.start, self.buffers))
 
 
 def attach_hooks(model: Transformer, units: Sequence[tuple[Unit, FlatBuffer]], plan: Plan) -> None:

@@ -3,6 +3,7 @@ from typing import Any, get_args
 import pytest
 
 from moeplan.errors import InvalidInputError
+from moeplan.executor import check
 from moeplan.executor.check import check_places, check_run, check_supported, check_world
 from moeplan.model_spec import ModelSpec
 from moeplan.run_config import RunConfig
@@ -74,13 +75,16 @@ def test_some_step_must_be_timed() -> None:
 @pytest.mark.parametrize(
     "key,changes",
     [
-        ("dispatcher", {"dispatcher": "allgather"}),
+        ("flex_backend", {"dispatcher": "flex", "flex_backend": "hybridep"}),
         ("routing", {"routing": "drop"}),
         ("paged_stash_factor", {"paged_stash_factor": 1.5}),
     ],
 )
-def test_each_limit_of_dynamic_context_parallelism_is_named(key: str, changes: dict[str, Any]) -> None:
-    dynamic = {"dynamic_cp": True, "document_lengths": (8,) * 16, "ep": 2}
+def test_each_limit_of_dynamic_context_parallelism_is_named(
+    monkeypatch: pytest.MonkeyPatch, key: str, changes: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(check, "find_spec", lambda name: name)
+    dynamic = {"dynamic_cp": True, "precision": "bf16", "document_lengths": (8,) * 16, "ep": 2}
     check_supported(tiny_plan(GQA_MODEL, 4, **dynamic))
     with pytest.raises(InvalidInputError, match=f"^{key}: got .*dynamic_cp") as caught:
         check_supported(tiny_plan(GQA_MODEL, 4, **dynamic, **changes))

@@ -65,6 +65,13 @@ REST: dict[str, tuple[int, str, str, dict[str, Any]]] = {
     "windows": (4, "windowed", "odd", {}),
     "full sharding, full recompute": (4, "gqa", "odd", {"sharding": "full", "recompute": ("full",), "pp": 2}),
     "some recompute": (2, "gqa", "odd", {"recompute": ("core_attn", "layernorm", "moe_act"), "etp": 2}),
+    "every token to every rank": (4, "gqa", "left over", {"ep": 2, "etp": 2, "dispatcher": "allgather"}),
+    "a copy for each rank, clones of hot experts": (
+        4,
+        "gqa",
+        "odd",
+        {"ep": 4, "dispatcher": "flex", "flex_backend": "torch", "echo_slots": 1},
+    ),
     "exchanges beside compute": (4, "gqa", "odd", {"ep": 2, "ep_overlap": True, "delay_wgrad": True}),
 }
 

@@ -49,6 +49,11 @@ REST: dict[str, tuple[int, str, dict[str, Any]]] = {
     "full sharding, tp2 ep2": (4, "gqa", {"sharding": "full", "tp": 2, "ep": 2}),
     "full sharding, tp2 etp2": (4, "mla", {"sharding": "full", "tp": 2, "etp": 2}),
     "full sharding under overlap of the exchange": (4, "gqa", {"sharding": "full", "ep": 2, "ep_overlap": True}),
+    "full sharding, weight gradients delayed": (
+        4,
+        "gqa",
+        {"sharding": "full", "ep": 2, "ep_overlap": True, "delay_wgrad": True},
+    ),
     "hybrid sharding": (4, "mla", {"sharding": "full", "dp_replicate": 2}),
     "hybrid sharding, ep2": (4, "gqa", {"sharding": "full", "dp_replicate": 2, "ep": 2}),
     "hybrid sharding of states alone": (4, "gqa", {"dp_replicate": 2, "ep": 2}),
