@@ -37,6 +37,7 @@ _TAIL_LINES = 20
 _MAX_PORT = 65535
 # How torchrun's report names a rank that a signal ended: "rank : 2 (local_rank: 2)", then "exitcode : -9 (pid: 7)".
 _REPORTED = re.compile(r"rank\s*:\s*(\d+) \(local_rank[^\n]*\n\s*exitcode\s*:\s*(-?\d+)")
+_TORCHRUN_REPORT = re.compile(r"^.*failed \(exitcode: ", re.MULTILINE)
 _PROGRESS_PREFIX = "step "
 _MEASUREMENT = "measurement.json"
 
@@ -198,12 +199,24 @@ def _failure_of(folder: Path, log: str, progress: str) -> MoeplanError:
         return _raised_by(failures[0])
     if killed:
         rank, number = killed[0]
-        hint = "it may have run out of memory: look at the kernel's log" if number == signal.SIGKILL else ""
-        return RunFailedError(f"rank {rank} was killed by {signal.Signals(number).name} {progress}", hint)
+        return RunFailedError(f"rank {rank} was killed by {signal.Signals(number).name} {progress}", _why(number, log))
     if failures:
         return _raised_by(failures[0])
-    tail = "\n".join(log.splitlines()[-_TAIL_LINES:])
-    return RunFailedError(f"the run failed {progress} and no rank said why", f"the end of its log:\n{tail}")
+    return RunFailedError(f"the run failed {progress} and no rank said why", _end_of(log))
+
+
+def _why(number: int, log: str) -> str:
+    """What is known of a rank that a signal ended. One that ended itself (SIGABRT, SIGSEGV) may have said why."""
+    if number == signal.SIGKILL:
+        return "it may have run out of memory: look at the kernel's log"
+    return "" if number == signal.SIGTERM else _end_of(log)
+
+
+def _end_of(log: str) -> str:
+    """What the ranks wrote last, without torchrun's own report."""
+    said = log[: found.start()] if (found := _TORCHRUN_REPORT.search(log)) else log
+    tail = "\n".join(said.splitlines()[-_TAIL_LINES:])
+    return f"the end of its log:\n{tail}"
 
 
 def _raised_by(failure: Failure) -> MoeplanError:

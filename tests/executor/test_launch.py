@@ -161,6 +161,30 @@ def test_a_killed_worker_ends_the_run_and_is_named(tmp_path: Path) -> None:
     assert finish(launcher, children).startswith("error: rank 1 was killed by SIGKILL after step ")
 
 
+ABORTED = """terminate called after throwing an instance of 'std::system_error'
+  what():  Invalid argument
+E1129 20:41:07.100000 5413 torch/distributed/elastic/multiprocessing/api.py:1] failed (exitcode: -6) local_rank: 1
+Traceback (most recent call last):
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+============================================================
+Root Cause (first observed failure):
+[0]:
+  rank      : 1 (local_rank: 1)
+  exitcode  : -6 (pid: 5416)
+============================================================
+"""
+
+
+def test_a_rank_that_aborts_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log, real = tmp_path / "log", subprocess.Popen
+    log.write_text(ABORTED, encoding="utf-8")
+    command = ["sh", "-c", f"cat '{log}' >&2; exit 1"]
+    monkeypatch.setattr(subprocess, "Popen", lambda _torchrun, **options: real(command, **options))
+    with pytest.raises(RunFailedError, match="rank 1 was killed by SIGABRT before the first step") as raised:
+        launch(*files(tmp_path, PLAN), 2)
+    assert raised.value.hint == "the end of its log:\n" + "\n".join(ABORTED.splitlines()[:2])
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_the_launcher_ends_everything(tmp_path: Path, number: signal.Signals) -> None:
     launcher, children = start(files(tmp_path, PLAN, steps=10_000))
