@@ -133,8 +133,6 @@ def _primary_weight_limits(plan: Plan) -> Iterator[tuple[str, object, str, str]]
         yield "precision", plan.precision, allowed, "set fp8_primary_weights = false"
     if plan.sharding == "full":
         yield "sharding", plan.sharding, "fp8_primary_weights with none and optimizer", "set sharding = 'optimizer'"
-    if plan.offload_optimizer_states:
-        yield "offload_optimizer_states", True, "fp8_primary_weights with states on the device", "leave one of them out"
 
 
 def _model_limits(model: ModelSpec, tp: int, etp: int) -> Iterator[tuple[str, object, str, str]]:

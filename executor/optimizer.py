@@ -56,9 +56,12 @@ class ClassOptimizer:
         """What is updated on the host, and the rest."""
         weights, size = self.buffer.updated_weights, self.updated.size
         cut = round(plan.optimizer_cpu_frac * size)
-        on_device, on_host = _part_kinds(plan)
+        on_device, on_host = _part_kinds(plan, moves_weights=self.buffer.holds_main)
         kinds = ((on_host, Span(0, cut)), (on_device, Span(cut, size)))
-        return [kind(span, span.inside(weights), self.dtypes) for kind, span in kinds if span.size]
+        parts = [kind(span, span.inside(weights), self.dtypes) for kind, span in kinds if span.size]
+        if isinstance(self.buffer, PrimaryBuffer) and isinstance(parts[-1], OffloadedPart | OffloadedPackedPart):
+            self.buffer.moving = parts[-1].moving
+        return parts
 
     def reduce_grads(self) -> None:
         """Sum gradients over the copies of this class; afterwards ``grads`` are those of what this rank updates."""
@@ -92,8 +95,8 @@ class ClassOptimizer:
             for part in self.parts:
                 part.step(self.grads, self.decays, options)
         self.end_step()
-        self.drop_grads()
         self.buffer.start_gather()
+        self.drop_grads()
 
     def _quantized(self) -> list[QuantizedWeight]:
         found = (quantized_of(entry.parameter) for entry in self.buffer.entries)
@@ -120,19 +123,19 @@ class ClassOptimizer:
     @property
     def state_bytes(self) -> int:
         """Both moments, and main weights where they are a copy of their own, as far as they stay on the device."""
-        main_bytes = self.buffer.updated_weights.nbytes if self.buffer.holds_main else 0
+        buffer = self.buffer
+        main_bytes = buffer.main.nbytes if isinstance(buffer, PrimaryBuffer) and buffer.moving is None else 0
         return main_bytes + sum(part.device_bytes for part in self.parts)
 
 
-def _part_kinds(plan: Plan) -> tuple[Callable[[Span, Tensor, Dtypes], StatePart], ...]:
+def _part_kinds(plan: Plan, *, moves_weights: bool) -> tuple[Callable[[Span, Tensor, Dtypes], StatePart], ...]:
     """What holds states that are updated on the device, and those updated on the host."""
+    is_offloaded = plan.offload_optimizer_states
     if plan.main_weight_remainders or plan.moment_dtype == "fp8":
-        on_device = OffloadedPackedPart if plan.offload_optimizer_states else PackedPart
-        with_remainders = plan.main_weight_remainders
-        return partial(on_device, has_remainders=with_remainders), partial(
-            PackedHostPart, has_remainders=with_remainders
-        )
-    return OffloadedPart if plan.offload_optimizer_states else StatePart, HostPart
+        on_device = partial(OffloadedPackedPart, moves_weights=moves_weights) if is_offloaded else PackedPart
+        both = (partial(kind, has_remainders=plan.main_weight_remainders) for kind in (on_device, PackedHostPart))
+        return tuple(both)
+    return partial(OffloadedPart, moves_weights=moves_weights) if is_offloaded else StatePart, HostPart
 
 
 class ChainedOptimizer:

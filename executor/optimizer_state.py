@@ -49,7 +49,7 @@ class StatePart:
         """Begin to bring here what waits on the host."""
 
     def send_away(self) -> None:
-        """Back to the host with what was fetched for an update that was left out."""
+        """Back to the host with what was fetched for an update, made or left out."""
 
     def begin_loading(self) -> None:
         """Let :attr:`flats` be what is written to until :meth:`take_loaded`."""
@@ -124,23 +124,28 @@ class Moving:
 
 
 class OffloadedPart(StatePart):
-    """States wait on the host while layers run, and come back for the step (report section 1.2)."""
+    """States wait on the host while layers run, and come back for the step (report section 1.2).
 
-    def __init__(self, span: Span, weights: Tensor, dtypes: Dtypes) -> None:
+    ``moves_weights``: weights that are the main ones wait there as well. After a step all stay until they are sent
+    away.
+    """
+
+    def __init__(self, span: Span, weights: Tensor, dtypes: Dtypes, *, moves_weights: bool = False) -> None:
         super().__init__(span, weights, dtypes)
         moments = (self.first, self.second)
-        self._moving = Moving((self.main, *moments) if self.has_main else moments)
-        self._moving.send_away()
+        self.moves_main = self.has_main or moves_weights
+        self.moving = Moving((self.main, *moments) if self.moves_main else moments)
+        self.moving.send_away()
 
     @property
     def flats(self) -> dict[str, Tensor]:
         """Each kind of state, where its values are now."""
-        if self._moving.is_here:
+        if self.moving.is_here:
             return super().flats
-        self._moving.wait_on_host()
-        host = self._moving.host
+        self.moving.wait_on_host()
+        host = self.moving.host
         return {
-            "weight": host[0] if self.has_main else self.main,
+            "weight": host[0] if self.moves_main else self.main,
             "first_moment": host[-2],
             "second_moment": host[-1],
         }
@@ -152,18 +157,17 @@ class OffloadedPart(StatePart):
 
     def fetch(self) -> None:
         """Begin to bring the states to the device."""
-        self._moving.fetch()
+        self.moving.fetch()
 
     def step(self, grads: Tensor, decays: Sequence[DecaySpan], options: AdamOptions) -> None:
-        """Wait for the states, update, and send them away again."""
+        """Wait for the states and update."""
         self.fetch()
-        self._moving.wait()
+        self.moving.wait()
         super().step(grads, decays, options)
-        self.send_away()
 
     def send_away(self) -> None:
         """Copy the states to the host and free their memory here."""
-        self._moving.send_away()
+        self.moving.send_away()
 
 
 class HostPart(StatePart):

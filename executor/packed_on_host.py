@@ -17,10 +17,12 @@ from moeplan.kernels.adam import AdamOptions
 class OffloadedPackedPart(PackedPart):
     """States of fewer bits wait on the host while layers run, as :class:`OffloadedPart` has them."""
 
-    def __init__(self, span: Span, weights: Tensor, dtypes: Dtypes, *, has_remainders: bool) -> None:
+    def __init__(
+        self, span: Span, weights: Tensor, dtypes: Dtypes, *, has_remainders: bool, moves_weights: bool = False
+    ) -> None:
         super().__init__(span, weights, dtypes, has_remainders=has_remainders)
-        self._moving = Moving(self.own)
-        self._moving.send_away()
+        self.moving = Moving((weights, *self.own) if moves_weights else self.own)
+        self.moving.send_away()
 
     @property
     def flats(self) -> dict[str, Tensor]:
@@ -40,16 +42,16 @@ class OffloadedPackedPart(PackedPart):
 
     def fetch(self) -> None:
         """Begin to bring the states to the device."""
-        self._moving.fetch()
+        self.moving.fetch()
 
     def send_away(self) -> None:
         """Back to the host."""
-        self._moving.send_away()
+        self.moving.send_away()
 
     @contextmanager
     def _here(self) -> Iterator[None]:
         self.fetch()
-        self._moving.wait()
+        self.moving.wait()
         yield
         self.send_away()
 
@@ -59,9 +61,10 @@ class OffloadedPackedPart(PackedPart):
             super().take_loaded(num_steps)
 
     def step(self, grads: Tensor, decays: Sequence[DecaySpan], options: AdamOptions) -> None:
-        """Wait for the states, update, and send them away again."""
-        with self._here():
-            super().step(grads, decays, options)
+        """Wait for the states and update."""
+        self.fetch()
+        self.moving.wait()
+        super().step(grads, decays, options)
 
 
 class PackedHostPart(StatePart):

@@ -6,6 +6,7 @@ take the largest of all, and each quantizes its own part, which are then gathere
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -15,6 +16,7 @@ from moeplan.executor.collectives import Pending, all_gather_raw, start_all_gath
 from moeplan.executor.copies import Copies
 from moeplan.executor.dtypes import Dtypes
 from moeplan.executor.flat_buffer import FlatBuffer, Span
+from moeplan.executor.optimizer_state import Moving
 from moeplan.executor.parameters import Entry
 from moeplan.executor.quantized import QuantizedWeight, quantized_of
 from moeplan.executor.scopes import scope
@@ -25,7 +27,8 @@ from moeplan.kernels.quantized_gemm import Pair
 class PrimaryBuffer(FlatBuffer):
     """Parameters of :func:`split_quantized`: ``stored`` in FP8, one byte an element, whole on every rank.
 
-    Parameters have no storage but inside :meth:`gather` and :meth:`release`.
+    Parameters have no storage but inside :meth:`gather` and :meth:`release`. ``moving``, where it is set, takes main
+    weights, its first tensor, to the host and back.
     """
 
     holds_main = True
@@ -33,6 +36,7 @@ class PrimaryBuffer(FlatBuffer):
     def __init__(self, entries: Sequence[Entry], dtypes: Dtypes, copies: Copies, *, is_sharded: bool) -> None:
         super().__init__(entries, dtypes, copies, is_sharded=is_sharded)
         self.main = self.updated.inside(self.weights).to(dtypes.main)
+        self.moving: Moving | None = None
         self.stored = torch.zeros_like(self.weights, dtype=torch.uint8)
         self._amax: list[Tensor] = []
         self._pairs: dict[int, Pair] = {}
@@ -42,8 +46,22 @@ class PrimaryBuffer(FlatBuffer):
 
     @property
     def updated_weights(self) -> Tensor:
-        """Main weights."""
-        return self.main
+        """Main weights, where they are now."""
+        if self.moving is None or self.moving.is_here:
+            return self.main
+        self.moving.wait_on_host()
+        return self.moving.host[0]
+
+    @contextmanager
+    def _main_here(self) -> Iterator[None]:
+        """Main weights are on the device inside, and afterwards where they were."""
+        is_away = self.moving is not None and not self.moving.is_here
+        if self.moving is not None:
+            self.moving.fetch()
+            self.moving.wait()
+        yield
+        if self.moving is not None and is_away:
+            self.moving.send_away()
 
     @property
     def resident_weights(self) -> Tensor:
@@ -52,7 +70,7 @@ class PrimaryBuffer(FlatBuffer):
 
     def start_gather(self) -> None:
         """Quantize what was updated here, and begin to bring it to all."""
-        with torch.no_grad(), scope("optimizer"):
+        with torch.no_grad(), scope("optimizer"), self._main_here():
             self._amax = self._largest()
             self._pairs = {index: pair for index, pair in enumerate(self._quantized()) if pair is not None}
         shard = self.copies.shard
@@ -128,7 +146,7 @@ class PrimaryBuffer(FlatBuffer):
     def gather(self) -> None:
         """Give the parameters their main weights, rounded, of all ranks."""
         self.weights.untyped_storage().resize_(self.weights.numel() * self.weights.element_size())
-        self.updated.inside(self.weights).copy_(self.main)
+        self.updated.inside(self.weights).copy_(self.updated_weights)
         if self.is_sharded and self.copies.shard.size > 1:
             start_all_gather(self.weights, self.own.inside(self.weights).clone(), self.copies.shard).finish()
 
@@ -138,10 +156,11 @@ class PrimaryBuffer(FlatBuffer):
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """This rank's main weights, by the whole tensor they lie in."""
+        main = self.updated_weights
         for entry, span in self.spans():
             ours = span.overlap(self.updated)
             if ours.size:
-                yield entry.pieces[0].name, ours.after(self.updated.start).inside(self.main)
+                yield entry.pieces[0].name, ours.after(self.updated.start).inside(main)
 
 
 def split_quantized(units: Sequence[Unit]) -> Iterator[tuple[Unit, bool]]:

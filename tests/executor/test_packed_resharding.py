@@ -33,7 +33,7 @@ CASES: dict[str, tuple[Side, Side, Side]] = {
     "fp8 moments and primary weights": (
         {"precision": "fp8_blockwise", "moment_dtype": "fp8", "fp8_primary_weights": True},
         {"num_gpus": 1},
-        {"num_gpus": 2, "ep": 2},
+        {"num_gpus": 2, "ep": 2, "offload_optimizer_states": True},
     ),
     "primary weights to a bf16 copy": (
         {"precision": "fp8_current"},

@@ -10,6 +10,7 @@ import torch
 from moeplan.executor.export_hf import export_trained
 from moeplan.executor.mesh import plan_mesh
 from moeplan.executor.model import Transformer
+from moeplan.executor.primary_weights import PrimaryBuffer
 from moeplan.executor.quantized import QuantizedWeight, quantized_linear, quantized_of, set_quantized
 from moeplan.executor.train import Trainer
 from moeplan.kernels.main_grad import MainGrad, set_main_grad
@@ -17,7 +18,7 @@ from moeplan.kernels.recipes import RECIPES
 from moeplan.model_spec import ModelSpec, Router
 from moeplan.plan import Plan
 from moeplan.run_config import RunConfig
-from tests.executor.cases import Part, build_trainer, run_steps
+from tests.executor.cases import Part, build_trainer, run_steps, weights_of
 from tests.executor.gloo_pool import GlooPool, gloo_pool
 from tests.executor.precision_cases import GQA, MLA, low_plan
 
@@ -194,6 +195,31 @@ def test_ranks_quantize_their_parts_of_primary_weights_as_a_whole(
     copied = pool.run(run_steps, plan, UNCLIPPED, 2)
     primary = pool.run(run_steps, plan.model_copy(update={"fp8_primary_weights": True}), UNCLIPPED, 2)
     assert [one.losses for one in primary] == [one.losses for one in copied]
+
+
+@pytest.mark.parametrize("moment_dtype", ["fp32", "fp8"])
+def test_main_weights_of_primary_ones_wait_on_the_host(tmp_path: Path, moment_dtype: str) -> None:
+    plan = low_plan(GQA, 1, precision="fp8_current", fp8_primary_weights=True, moment_dtype=moment_dtype)
+    expected = run_steps(0, plan, UNCLIPPED, 3)
+    run = UNCLIPPED.model_copy(update={"save_folder": str(tmp_path)})
+    away = plan.replace(offload_optimizer_states=True)
+    trainer = build_trainer(0, away, run)
+    losses = [trainer.step(number).loss for number in range(2)]
+    assert trainer.optimizer.state_bytes == 0
+    buffers = [one.buffer for one in trainer.optimizer.classes if isinstance(one.buffer, PrimaryBuffer)]
+    assert buffers
+    assert all(buffer.main.untyped_storage().nbytes() == 0 for buffer in buffers)
+    assert trainer.checkpoints is not None
+    trainer.checkpoints.save(2)
+    trainer.checkpoints.wait()
+    assert [*losses, trainer.step(2).loss] == expected.losses
+    for one, other in zip(_sorted(weights_of(trainer)), _sorted(expected.parts), strict=True):
+        assert torch.equal(one.values, other.values), one.name
+    again = build_trainer(0, away, run.model_copy(update={"resume": True}))
+    again.resume()
+    assert again.optimizer.state_bytes == 0
+    assert all(values.isfinite().all() for _, values in again.optimizer.named_weights())
+    assert again.step(2).loss == pytest.approx(expected.losses[2], rel=1e-6)
 
 
 def test_primary_weights_train_beside_fp8_moments(tmp_path: Path) -> None:
