@@ -65,3 +65,7 @@ class RunConfig(Record):
     deterministic: bool = Field(
         default=False, description="only kernels that give the same bits each time: a resumed run repeats itself"
     )
+
+    def __hash__(self) -> int:
+        """By value: ``data_mix`` is a table, which has no hash of its own."""
+        return hash(self.model_dump_json())
