@@ -53,7 +53,7 @@ def _length_violations(plan: "Plan") -> Iterator[tuple[str, str]]:
     try:
         plan_filler(plan).check(max(lengths))
     except InvalidInputError as error:
-        yield "document_lengths", error.message
+        yield "document_lengths", error.message.removeprefix("lengths: ")
 
 
 def tokens_per_rank(plan: "Plan") -> int:

@@ -12,6 +12,7 @@ from moeplan.planner.request import MEMORY_MARGIN_FRAC
 from moeplan.planner.space import absent_modules
 from moeplan.point import Point
 from moeplan.results import Figures
+from moeplan.simulator.dynamic_cp import memory_point
 from moeplan.simulator.memory import peak_memory_bytes
 from moeplan.simulator.predict import predict, step_times
 from moeplan.simulator.stack import SoftwareStack
@@ -44,7 +45,8 @@ def nearest_fit(
     ``used_bytes``: what a run of ``plan`` needed at least; where that is above its prediction, predictions of others
     are scaled by the same factor. None where nothing fits.
     """
-    own_bytes = peak_memory_bytes(plan.model, plan.point, stack, profile)
+    base = _base(plan)
+    own_bytes = peak_memory_bytes(plan.model, base, stack, profile)
     scale = max(1.0, used_bytes / own_bytes)
     usable = profile.memory_bytes.value * (1 - MEMORY_MARGIN_FRAC)
     fitting = [
@@ -55,14 +57,21 @@ def nearest_fit(
     if not fitting:
         return None
     times = [time.step_s for time in step_times(plan.model, fitting, stack, profile)]
-    best = fitting[min(range(len(fitting)), key=lambda index: (times[index], _num_changes(plan, fitting[index])))]
-    found = plan.replace(**_changed(plan, best), layout=plan.layout)
-    changes = tuple(f"{key} {_text(getattr(plan, key))} -> {_text(new)}" for key, new in _changed(plan, best).items())
+    best = fitting[min(range(len(fitting)), key=lambda index: (times[index], len(_changed(base, fitting[index]))))]
+    changed = _changed(base, best)
+    found = plan.replace(**changed, layout=plan.layout)
+    changes = tuple(f"{key} {_text(getattr(plan, key))} -> {_text(new)}" for key, new in changed.items())
     return NearestFit(found, predict(found, profile, stack), changes)
+
+
+def _base(plan: Plan) -> Point:
+    """What memory is predicted of: under dynamic_cp full ranks, whatever the documents."""
+    return memory_point(plan) if plan.dynamic_cp else plan.point
 
 
 def _candidates(plan: Plan, stack: SoftwareStack) -> Iterator[Point]:
     """Legal points that keep at most as much, the plan itself left out."""
+    base = _base(plan)
     offloads: list[dict[str, Any]] = [{}]
     if "offload_modules" in stack.features:
         offloads += [{"offload_modules": tuple(sorted({*plan.offload_modules, *modules}))} for modules in _OFFLOADS[1:]]
@@ -71,11 +80,11 @@ def _candidates(plan: Plan, stack: SoftwareStack) -> Iterator[Point]:
         offloads += [{"offload_layers": num} for num in range(plan.offload_layers + 1, num_layers)]
     if "offload_optimizer_states" in stack.features and not plan.offload_optimizer_states:
         offloads += [one | {"offload_optimizer_states": True} for one in offloads]
-    sizes = [plan.mbs // part for part in range(1, plan.mbs + 1) if plan.mbs % part == 0]
+    sizes = [base.mbs // part for part in range(1, base.mbs + 1) if base.mbs % part == 0]
     for mbs, recompute, offload in product(sizes, _recomputes(plan, stack), offloads):
-        point = replace(plan.point, mbs=mbs, recompute=recompute, **offload)
+        point = replace(base, mbs=mbs, recompute=recompute, **offload)
         broken = any(violations(plan.model, point)) or any(stack.violations(plan.model, point))
-        if point != plan.point and not broken:
+        if point != base and not broken:
             yield point
 
 
@@ -94,12 +103,8 @@ def _recomputes(plan: Plan, stack: SoftwareStack) -> Iterator[tuple[RecomputeMod
         yield ("full",)
 
 
-def _changed(plan: Plan, point: Point) -> dict[str, Any]:
-    return {key: new for key, new in point.as_dict().items() if new != getattr(plan.point, key)}
-
-
-def _num_changes(plan: Plan, point: Point) -> int:
-    return len(_changed(plan, point))
+def _changed(base: Point, point: Point) -> dict[str, Any]:
+    return {key: new for key, new in point.as_dict().items() if new != getattr(base, key)}
 
 
 def _text(value: object) -> str:

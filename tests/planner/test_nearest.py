@@ -70,3 +70,13 @@ def test_what_the_plan_recomputes_stays_recomputed(recompute: tuple[str, ...]) -
     found = nearest_fit(plan, with_memory(0.97, plan), NATIVE)
     assert found is not None
     assert "full" in found.plan.recompute or set(recompute) <= set(found.plan.recompute)
+
+
+def test_documents_stay_what_they_are() -> None:
+    """Under dynamic_cp only recompute and offload are left: micro-batches hold what max_tokens_per_rank says."""
+    lengths = (*(4096,) * 24, *(1024,) * 32)
+    plan = plan_of("h200-fine", dynamic_cp=True, document_lengths=lengths, max_tokens_per_rank=8 * 4096)
+    found = nearest_fit(plan, with_memory(0.9, plan), NATIVE)
+    assert found is not None
+    assert found.plan.document_lengths == lengths
+    assert found.predicted.peak_memory_bytes < predict(plan, H200, NATIVE).peak_memory_bytes
