@@ -18,7 +18,7 @@ from moeplan.model_spec import ModelSpec
 SWEEP_FROM, SWEEP_TO, SWEEP_FACTOR = 0.6, 4.0, 1.15
 # Schedules by FLOPs count neither rings nor launches: up to this much more of them is spent for less of those. On six
 # log-normal batches of 131072-token sequences (64 H100, native stack) what is chosen then is predicted to take at most
-# 1 % longer than the fastest schedule of the sweep.
+# 3.3 % longer than the fastest schedule of the sweep (docs/log.md).
 KNEE_FRAC = 0.10
 
 
