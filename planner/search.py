@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from moeplan.errors import InvalidInputError
 from moeplan.plan import Plan
 from moeplan.planner.families import Family, Tally, families
+from moeplan.planner.relief import Relief, reliefs
 from moeplan.planner.request import SearchRequest
 from moeplan.planner.space import default_space
 from moeplan.point import Point
@@ -46,6 +47,7 @@ class SearchOutcome:
 
     ``num_points`` counts candidates that exist on paper, ``num_costed`` those that were timed; the rest was ruled out
     by a rule, by memory or by the bound. ``is_complete`` says whether the whole space was covered.
+    ``reliefs``: where nothing fits, what settings that were not searched would do for the nearest miss.
     """
 
     plans: tuple[RankedPlan, ...]
@@ -54,6 +56,7 @@ class SearchOutcome:
     num_costed: int
     seconds: float
     is_complete: bool
+    reliefs: tuple[Relief, ...] = ()
 
 
 @dataclass(slots=True)
@@ -123,6 +126,7 @@ def search(request: SearchRequest, progress: Callable[[str], None] = lambda _: N
         num_costed=sweep.num_costed,
         seconds=time.monotonic() - sweep.started_s,
         is_complete=sweep.is_complete,
+        reliefs=reliefs(request, sweep.wall.nearest) if sweep.wall.nearest is not None and not plans else (),
     )
 
 

@@ -151,6 +151,7 @@ def outcome_json(outcome: SearchOutcome, request: SearchRequest) -> dict[str, An
             for ranked in outcome.plans
         ],
         "rejections": [rejection.model_dump(mode="json") for rejection in outcome.rejections],
+        "reliefs": [{"fix": one.pins, "needed_bytes": one.needed_bytes} for one in outcome.reliefs],
         "space": {
             "points": outcome.num_points,
             "costed": outcome.num_costed,

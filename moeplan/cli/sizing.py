@@ -89,8 +89,19 @@ def why_nothing_fits(outcome: SearchOutcome) -> tuple[str, str]:
     needed, available = format_bytes(memory.needed or 0), format_bytes(memory.available or 0)
     return (
         f"no plan fits: the nearest of {memory.count} ({memory.nearest_miss}) needs {needed} of {available}",
-        "use more GPUs, allow recompute or lower precision, or loosen --fix",
+        _what_would_fit(outcome, memory.available or 0),
     )
+
+
+def _what_would_fit(outcome: SearchOutcome, available_bytes: float) -> str:
+    """Settings under which the nearest miss fits, or the one that comes nearest; and more GPUs."""
+    fitting = [one for one in outcome.reliefs if one.needed_bytes <= available_bytes]
+    nearest = fitting[:2] or sorted(outcome.reliefs, key=lambda one: one.needed_bytes)[:1]
+    said = " or ".join(f"--fix {one.pins} ({format_bytes(one.needed_bytes)})" for one in nearest)
+    more = "more GPUs: several sizes in --gpus, with commas, are compared"
+    if fitting:
+        return f"that one fits with {said}; or take {more}"
+    return f"take {more}" + (f"; even {said} is not enough" if said else "")
 
 
 def raise_unless_one_will_do(clusters: Sequence[Cluster]) -> None:

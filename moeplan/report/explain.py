@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from moeplan.planner.explain import CriticalPhase, Variant
+from moeplan.planner.request import MEMORY_MARGIN_FRAC
 from moeplan.report.output import out_console
 from moeplan.report.tables import table, with_text_last
 from moeplan.results import Figures
@@ -26,7 +27,6 @@ def _table(title: str, base: Figures, variants: Sequence[Variant], usable_bytes:
             rows.append([variant.change, "-", "-", "-", "-", f"not legal: {variant.problem}"])
             continue
         found = variant.predicted
-        fits = found.peak_memory_bytes <= usable_bytes
         rows.append(
             [
                 variant.change,
@@ -34,10 +34,17 @@ def _table(title: str, base: Figures, variants: Sequence[Variant], usable_bytes:
                 f"{100 * (found.step_s / base.step_s - 1):+.1f} %",
                 format_bytes(found.peak_memory_bytes),
                 f"{100 * (found.peak_memory_bytes / base.peak_memory_bytes - 1):+.1f} %",
-                why(base, found) if fits else f"DOES NOT FIT; {why(base, found)}",
+                _verdict(found.peak_memory_bytes / usable_bytes) + why(base, found),
             ]
         )
     return with_text_last(table(title, ["change", "step", "", "memory", "", "what moves the step"], rows))
+
+
+def _verdict(used_frac: float) -> str:
+    """What search would say of that much memory: beyond the device's, or in the margin that it leaves free."""
+    if used_frac > 1:
+        return "DOES NOT FIT; "
+    return f"leaves {100 * (1 - used_frac):.1f} % free; " if used_frac > 1 - MEMORY_MARGIN_FRAC else ""
 
 
 def why(base: Figures, found: Figures) -> str:

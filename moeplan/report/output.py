@@ -19,10 +19,18 @@ def err_console() -> Console:
     return _console(stderr=True)
 
 
+class _Console(Console):
+    """A console whose reader may go away, as ``head`` does: rich would exit with code 1, the command line with 0."""
+
+    def on_broken_pipe(self) -> None:
+        """Leave it to the command line."""
+        raise BrokenPipeError
+
+
 def _console(*, stderr: bool) -> Console:
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() else WIDTH_WITHOUT_TERMINAL
-    return Console(stderr=stderr, width=width, highlight=False, markup=False)
+    return _Console(stderr=stderr, width=width, highlight=False, markup=False)
 
 
 def print_json(value: Any) -> None:

@@ -64,7 +64,11 @@ def _ranking(request: SearchRequest, outcome: SearchOutcome) -> Table:
 def _ranking_row(ranked: RankedPlan, usable_bytes: float) -> list[str]:
     plan, predicted = ranked.plan, ranked.predicted
     dispatcher = plan.flex_backend if plan.dispatcher == "flex" else plan.dispatcher
-    how = [plan.precision, *([dispatcher] if plan.model.moe else []), *(f"recompute {name}" for name in plan.recompute)]
+    how = [
+        plan.precision,
+        *([dispatcher] if plan.model.moe else []),
+        *(["recompute " + " ".join(plan.recompute)] if plan.recompute else []),
+    ]
     if plan.cp_comm != "p2p":
         how.append(f"cp by {plan.cp_comm}" + (f" ({plan.cp_a2a_size} inside)" if plan.cp_a2a_size > 1 else ""))
     return [

@@ -88,7 +88,7 @@ def _energy(bill: Bill) -> str:
     if bill.energy_kwh is None:
         return "-"
     paid = "" if bill.energy_usd is None else f" ({format_count(bill.energy_usd)} USD)"
-    return f"{bill.energy_kwh / 1000:.3g} MWh{paid}"
+    return f"{bill.energy_kwh / 1000:,.1f} MWh{paid}"
 
 
 def _remark(cluster: Cluster) -> str:

@@ -1,6 +1,8 @@
 """Bad input is one ``error:`` line and one ``hint:``, exit 2, no traceback, nothing half-written."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -129,3 +131,14 @@ def test_nothing_fits_is_exit_3_with_the_nearest_miss(cli: Cli) -> None:
     assert printed["plans"] == []
     memory = next(rejection for rejection in printed["rejections"] if rejection["wall"] == "memory")
     assert memory["needed"] > memory["available"] > 0
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    """As ``moeplan hardware show gb300 | head`` does."""
+    command = [sys.executable, "-m", "moeplan", "hardware", "show", "gb300"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert not process.stderr.read()
+    assert process.returncode == 0

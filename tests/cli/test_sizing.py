@@ -1,6 +1,7 @@
 """``moeplan search`` over several clusters and with a training run to pay for."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -83,3 +84,13 @@ def test_what_cannot_be_read_is_one_error(cli: Cli, options: tuple[str, ...], sa
     assert outcome.code == 2
     assert said in outcome.err
     assert "hint: " in outcome.err
+
+
+def test_where_nothing_fits_the_hint_is_a_search_that_finds_a_plan(cli: Cli) -> None:
+    asked = ("search", *SMALL[:-2], "--hardware", "h100", "--gpus", "8")
+    missed = cli(*asked, "--fix", SMALL[-1], "--json")
+    assert missed.code == 3
+    said = re.search(r"hint: that one fits with --fix (\S+) ", missed.err)
+    assert said is not None, missed.err
+    assert {"fix": said[1], "needed_bytes": pytest.approx(0, abs=80 * 2**30)} in json.loads(missed.out)["reliefs"]
+    assert cli(*asked, "--fix", f"{SMALL[-1]},{said[1]}").code == 0
