@@ -34,6 +34,7 @@ def main() -> None:
     parser.add_argument("--hardware", required=True)
     parser.add_argument("--steps", type=int, default=15, help="of which 3 are not timed and moeplan traces 2 more")
     parser.add_argument("--precision", default="bf16")
+    parser.add_argument("--fix", default="", help="further pins of moeplan's plan, as search takes them")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
@@ -53,13 +54,14 @@ def _moeplan(model: str, options: argparse.Namespace, data: Path, folder: Path) 
     plan, out = folder / f"{model}.toml", folder / f"{model}.json"
     moeplan = [sys.executable, "-m", "moeplan"]
     search = f"search --model {model} --hardware {options.hardware} --gpus 1 --seq-len 4096 --global-batch-size 32"
-    pinned = f"--stack native --fix mbs=4,precision={options.precision}"
+    pinned = f"--stack native --fix mbs=4,precision={options.precision}" + (f",{options.fix}" if options.fix else "")
     _run([*moeplan, *search.split(), *pinned.split(), "--out", str(plan)])
     run = f"run {plan} --steps {options.steps + 2} --lr 3e-4 --data {data} --out {out}"
     _run([*moeplan, *run.split()])
     got = json.loads(out.read_text(encoding="utf-8"))
     keys = ("step_s", "tokens_per_s_per_gpu", "model_tflops_per_gpu", "error_bar_frac", "step_times_s", "provenance")
-    return {"engine": "moeplan", "model": model, "settings": [options.precision], **{key: got[key] for key in keys}}
+    settings = [options.precision, *filter(None, options.fix.split(","))]
+    return {"engine": "moeplan", "model": model, "settings": settings, **{key: got[key] for key in keys}}
 
 
 def _megatron(model: str, settings: str, steps: int, data: Path, folder: Path) -> dict[str, Any]:

@@ -42,8 +42,8 @@ def nearest_fit(
 ) -> NearestFit | None:
     """The fastest predicted plan of the same folding that fits, by smaller mbs, more recompute or offload.
 
-    ``used_bytes``: what a run of ``plan`` needed at least; where that is above its prediction, predictions of others
-    are scaled by the same factor. None where nothing fits.
+    Weight gradients that wait in pairs are given up for it too. ``used_bytes``: what a run of ``plan`` needed at least;
+    where that is above its prediction, predictions of others are scaled by the same factor. None where nothing fits.
     """
     base = _base(plan)
     own_bytes = peak_memory_bytes(plan.model, base, stack, profile)
@@ -81,8 +81,9 @@ def _candidates(plan: Plan, stack: SoftwareStack) -> Iterator[Point]:
     if "offload_optimizer_states" in stack.features and not plan.offload_optimizer_states:
         offloads += [one | {"offload_optimizer_states": True} for one in offloads]
     sizes = [base.mbs // part for part in range(1, base.mbs + 1) if base.mbs % part == 0]
-    for mbs, recompute, offload in product(sizes, _recomputes(plan, stack), offloads):
-        point = replace(base, mbs=mbs, recompute=recompute, **offload)
+    pairings = dict.fromkeys((base.paired_wgrad, ()))
+    for mbs, recompute, offload, paired in product(sizes, _recomputes(plan, stack), offloads, pairings):
+        point = replace(base, mbs=mbs, recompute=recompute, paired_wgrad=paired, **offload)
         broken = any(violations(plan.model, point)) or any(stack.violations(plan.model, point))
         if point != base and not broken:
             yield point

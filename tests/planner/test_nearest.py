@@ -80,3 +80,11 @@ def test_documents_stay_what_they_are() -> None:
     assert found is not None
     assert found.plan.document_lengths == lengths
     assert found.predicted.peak_memory_bytes < predict(plan, H200, NATIVE).peak_memory_bytes
+
+
+def test_gradients_that_wait_are_given_up_for_room() -> None:
+    plan = plan_of("h200-fine", mbs=4, paired_wgrad=("expert_fc1", "expert_fc2"))
+    found = nearest_fit(plan, with_memory(0.9, plan), NATIVE)  # what waits is 10.1 of 94 GB
+    assert found is not None
+    assert found.plan == plan.replace(paired_wgrad=())
+    assert found.changes == ("paired_wgrad expert_fc1+expert_fc2 -> none",)
