@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass
 from functools import lru_cache
-from math import comb
+from math import comb, sqrt
+from statistics import NormalDist
 
 from moeplan.hwprofiles.schema import DispatchBackend
-from moeplan.model_spec import Moe, Router
+from moeplan.model_spec import Moe
 from moeplan.simulator.op import Placement
 from moeplan.vocabulary import Routing
 
@@ -96,16 +97,33 @@ def metadata_bytes(moe: Moe, num_tokens: float, backend: DispatchBackend, num_ra
     return INDEX_BYTES * num_ranks * (moe.num_experts if backend == "alltoall" else num_tokens * moe.top_k)
 
 
-def routed_load(router: Router, routing: Routing, natural: float, ep: int) -> float:
-    """Rows of the busiest rank over the balanced mean; ``natural`` where routers choose freely among ``ep`` ranks.
+def busiest_rank(moe: Moe, choice_spread_frac: float, ep: int) -> float:
+    """Rows of the busiest of ``ep`` ranks over the mean where routers choose freely; 1 where they are kept level.
 
-    A rank that holds every expert has every row, however the routers choose; a bias on the experts' scores keeps
-    natural routing level (report section 7), which an auxiliary loss takes long to.
+    The probability that a token chooses an expert differs between experts by ``choice_spread_frac`` about its mean
+    K / E, so that loads of experts differ by E / K times as much of their own mean, and those of ranks by that over
+    sqrt(experts of a rank). The largest of ``ep`` lies some way out (Blom's approximation for normal ones). No rank has
+    more rows than its experts can take: of each token one each. A rank that holds every expert has every row, however
+    the routers choose; a bias on the experts' scores keeps natural routing level (report section 7), which an auxiliary
+    loss takes long to.
+    """
+    if ep == 1 or moe.router.expert_bias:
+        return 1.0
+    local_experts = moe.num_experts // ep
+    spread = choice_spread_frac * moe.num_experts / moe.top_k / sqrt(local_experts)
+    largest = NormalDist().inv_cdf((ep - 0.375) / (ep + 0.25))
+    most = ep * min(local_experts, moe.top_k) / moe.top_k
+    return min(1 + spread * largest, most)
+
+
+def routed_load(moe: Moe, routing: Routing, choice_spread_frac: float, ep: int) -> float:
+    """Rows of the busiest rank over the balanced mean.
+
     Padding to a capacity gives every rank as many, dropping alone at most that many (report section 7).
     """
-    natural = natural if ep > 1 and not router.expert_bias else 1.0
     if routing == "balanced":
         return 1.0
+    router, natural = moe.router, busiest_rank(moe, choice_spread_frac, ep)
     if routing == "natural":
         return natural
-    return router.capacity_factor if router.pad_to_capacity else min(max(1.0, natural), router.capacity_factor)
+    return router.capacity_factor if router.pad_to_capacity else min(natural, router.capacity_factor)

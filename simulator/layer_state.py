@@ -19,13 +19,13 @@ Part = tuple[Component, str, float]
 def expert_row_factor(model: ModelSpec, point: Point, stack: SoftwareStack) -> float:
     """Rows the busiest rank's experts hold over top_k rows for each token.
 
-    Natural routing: the stack's imbalance of the busiest rank, at least 1; dropping: the capacity. Each expert's rows
-    are padded to the recipe's multiple, by half of it on average.
+    Natural routing: what the stack's spread of choices makes of it; dropping: the capacity. Each expert's rows are
+    padded to the recipe's multiple, by half of it on average.
     """
     if model.moe is None:
         return 1.0
-    natural = max(1.0, stack.time.natural_imbalance_frac.value)
-    imbalance = levelled_load(routed_load(model.moe.router, point.routing, natural, point.ep), point.echo_slots)
+    spread = stack.time.choice_spread_frac.value
+    imbalance = levelled_load(routed_load(model.moe, point.routing, spread, point.ep), point.echo_slots)
     if point.paged_stash_factor:  # room for that many rows, whoever got them
         imbalance = max(imbalance, point.paged_stash_factor)
     padding = (PRECISIONS[point.precision].alignment - 1) / 2 * model.moe.num_experts / point.ep

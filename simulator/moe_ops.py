@@ -308,8 +308,8 @@ def _load(build: LayerBuilder) -> float:
     """Tokens of the busiest rank over the mean: its experts and its exchange govern everybody's step."""
     if build.model.moe is None:
         return 1.0
-    natural = build.stack.time.natural_imbalance_frac.value
-    load = routed_load(build.model.moe.router, build.shape.routing, natural, build.shape.ep)
+    spread = build.stack.time.choice_spread_frac.value
+    load = routed_load(build.model.moe, build.shape.routing, spread, build.shape.ep)
     return levelled_load(load, build.shape.echo_slots)
 
 

@@ -42,7 +42,9 @@ class StackTime(Record):
     exchange_contention_frac: Sourced = Field(
         description="rate that compute loses beside an exchange, beyond its SMs: memory, power, order of launches"
     )
-    natural_imbalance_frac: Sourced = Field(description="load of the busiest rank over the mean under natural routing")
+    choice_spread_frac: Sourced = Field(
+        description="standard deviation over experts of the probability that a token chooses one, natural routing"
+    )
     jitter_frac: Sourced = Field(description="host-driven runs: slowest rank over the mean, per doubling of GPUs")
     launches_per_op: Sourced = Field(description="eager kernels the host issues per op of the simulator")
     grouped_launches_per_expert: Sourced = Field(description="further ones per local expert of a grouped GEMM")

@@ -1,6 +1,7 @@
 """What layers keep in flight: padding, imbalance, offload, graphs and overlap."""
 
 from dataclasses import replace
+from statistics import NormalDist
 from typing import Any
 
 import pytest
@@ -35,7 +36,10 @@ def activations(plan: Plan) -> float:
         ({}, 1),
         ({"precision": "mxfp8"}, 1 + 15.5 * 16 / (4096 * 8)),  # 16 local experts, half of 31 rows each
         ({"precision": "nvfp4"}, 1 + 63.5 * 16 / (4096 * 8)),
-        ({"routing": "natural"}, MEGATRON.time.natural_imbalance_frac.value),
+        (
+            {"routing": "natural"},
+            1 + MEGATRON.time.choice_spread_frac.value * 16 / 4 * NormalDist().inv_cdf(7.625 / 8.25),
+        ),
         ({"routing": "drop"}, 1),
     ],
 )
