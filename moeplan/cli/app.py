@@ -19,13 +19,16 @@ app = typer.Typer(
 )
 models_app = typer.Typer(help="List model presets, or show one with its parameters, FLOPs and source.")
 hardware_app = typer.Typer(help="List hardware profiles, or show one with the source of every number.")
+stacks_app = typer.Typer(help="List software stacks (engine and release), or show one with the source of its figures.")
 app.add_typer(models_app, name="models", invoke_without_command=True)
 app.add_typer(hardware_app, name="hardware", invoke_without_command=True)
+app.add_typer(stacks_app, name="stacks", invoke_without_command=True)
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 ModelName = Annotated[str, typer.Option("--model", help="Preset, .toml file, or Hugging Face config.json.")]
 Stack = Annotated[
-    str, typer.Option("--stack", help="Engine and release that executes: default native on a CPU profile, else Bridge.")
+    str,
+    typer.Option("--stack", help="Engine and release (moeplan stacks): default native on a CPU profile, else Bridge."),
 ]
 Fix = Annotated[str, typer.Option("--fix", help="Pin axes: tp=1,pp=8,precision=bf16,recompute=layernorm+moe_act.")]
 SeqLen = Annotated[int, typer.Option("--seq-len", min=1, help="Tokens of one sequence.")]
@@ -378,6 +381,23 @@ def hardware_show(name: Annotated[str, typer.Argument(help="Profile or file.")],
     from moeplan.cli.show import show_hardware
 
     show_hardware(name, as_json)
+
+
+@stacks_app.callback()
+def stacks(context: typer.Context, as_json: Json = False) -> None:
+    """List software stacks."""
+    if context.invoked_subcommand is None:
+        from moeplan.cli.stacks import list_stacks
+
+        list_stacks(as_json)
+
+
+@stacks_app.command("show")
+def stacks_show(name: Annotated[str, typer.Argument(help="Stack or file.")], as_json: Json = False) -> None:
+    """Show what a stack executes, and every figure with its source."""
+    from moeplan.cli.stacks import show_stack
+
+    show_stack(name, as_json)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -6,10 +6,12 @@ from pathlib import Path
 import pytest
 
 from moeplan.cli.inputs import load_plan
+from moeplan.cli.stacks import figures_of
 from moeplan.files import toml_text, write_text_atomically
 from moeplan.hwprofiles.load import dump_profile, load_profile
 from moeplan.plan import Plan
 from moeplan.presets import load_model, model_names
+from moeplan.simulator.stack import load_stack, stack_names
 from moeplan.vocabulary import MEMORY_CATEGORIES, OP_FAMILIES
 from tests.cli.conftest import Cli
 
@@ -146,3 +148,17 @@ def test_memory_tensor_by_tensor_is_table_3_of_the_report(cli: Cli, plan_file: P
     refused = cli("predict", str(plan_file), "--rank", "4")
     assert refused.code == 2
     assert "0 to 3" in refused.err
+
+
+def test_stacks_list_and_show_every_figure_with_its_source(cli: Cli) -> None:
+    listed = cli("stacks").out
+    assert all(name in listed for name in stack_names())
+    shown = cli("stacks", "show", "megatron-bridge-26.08")
+    assert shown.code == 0, shown.err
+    stack = load_stack("megatron-bridge-26.08")
+    keys = [key for key, _, _ in figures_of(stack)]
+    assert "time.quantize_bytes_per_element.mxfp8" in keys
+    assert all(key in shown.out for key in keys)
+    document = json.loads(cli("stacks", "show", "megatron-bridge-26.08", "--json").out)
+    assert document["time"]["gemm_frac"]["source"] in {"measured", "fitted", "assumed", "datasheet"}
+    assert cli("stacks", "show", "megatron").code == 2
