@@ -156,7 +156,7 @@ class Checkpointer:
             begin_saving(self.folder, manifest.step)
         self._barrier()
         writer, planner, alone = FileSystemWriter(place), SlicesToSave(slices), self.group is None
-        with _no_word_of_one_process():
+        with _no_word_of_one_process(), _reasons_raised():
             save({}, storage_writer=writer, planner=planner, process_group=self.group, no_dist=alone)
         sums = self._gathered({path.name: sum_file(path) for path in place.glob(f"__{self.mesh.rank}_*")})
         if self.is_first:
@@ -200,7 +200,7 @@ class Checkpointer:
 
         planner = SlicesToLoad(list(self._slices(counted_only=False)))
         try:
-            with _no_word_of_one_process():
+            with _no_word_of_one_process(), _reasons_raised():
                 load({}, storage_reader=FileSystemReader(checkpoint), planner=planner, no_dist=True)
         except MoeplanError:
             raise
@@ -216,6 +216,21 @@ def _no_word_of_one_process() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
+
+
+@contextmanager
+def _reasons_raised() -> Iterator[None]:
+    """Raise what went wrong on some rank instead of torch's CheckpointException.
+
+    That is no Exception: it passes by whoever looks for one, and a thread that saves would end without a word.
+    """
+    from torch.distributed.checkpoint.api import CheckpointException  # noqa: PLC0415 - as in _write
+
+    try:
+        yield
+    except CheckpointException as error:
+        reason = next(iter(error.failures.values()))[0]
+        raise RuntimeError(str(reason)) from reason
 
 
 def _first_line(error: Exception) -> str:

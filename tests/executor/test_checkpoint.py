@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from moeplan.errors import InvalidInputError, RunFailedError
+from moeplan.executor.checkpoint import Checkpointer
 from moeplan.executor.checkpoint_files import LATEST, MANIFEST, latest_checkpoint, read_manifest
 from moeplan.executor.data import open_tokens
 from moeplan.executor.train import StepResult
@@ -234,6 +235,28 @@ def test_the_manifest_says_what_the_checkpoint_is(tmp_path: Path) -> None:
     manifest = json.loads((latest_checkpoint(tmp_path) / MANIFEST).read_text(encoding="utf-8"))
     assert (manifest["step"], manifest["seed"], manifest["num_gpus"]) == (SAVED_AFTER, 7, 1)
     assert set(manifest["files"]) == {".metadata", "__0_0.distcp"}
+
+
+def save_and_wait(checkpoints: Checkpointer) -> None:
+    checkpoints.save(4)
+    checkpoints.wait()
+
+
+@pytest.mark.parametrize("save_async", [False, True])
+def test_a_disk_that_is_full_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save_async: bool) -> None:
+    from torch.distributed.checkpoint import filesystem
+
+    run = save_alone(tmp_path, save_async=save_async)
+    trainer = build_trainer(0, tiny_plan(GQA, 1), run)
+    assert trainer.checkpoints is not None
+
+    def fail(*_arguments: object, **_options: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(filesystem, "_write_item", fail)
+    with pytest.raises(RunFailedError, match=r"cannot be written: .*No space left on device"):
+        save_and_wait(trainer.checkpoints)
+    assert latest_checkpoint(tmp_path).name == "step-00000003"
 
 
 def test_a_save_that_fails_says_why_and_spares_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
