@@ -24,7 +24,7 @@ _WORD_ELEMENTS = 8  # of bf16 in 16 bytes
 
 def check_supported(plan: Plan) -> None:
     """Raise InvalidInputError naming the first key of the plan that the native executor does not run."""
-    for key, got, allowed, hint in (*_plan_limits(plan), *_model_limits(plan.model, plan.tp, plan.etp)):
+    for key, got, allowed, hint in (*_plan_limits(plan), *_model_limits(plan.model, plan.etp)):
         raise InvalidInputError(f"{key}: got {got}, the native executor runs {allowed}", hint)
 
 
@@ -135,13 +135,11 @@ def _primary_weight_limits(plan: Plan) -> Iterator[tuple[str, object, str, str]]
         yield "sharding", plan.sharding, "fp8_primary_weights with none and optimizer", "set sharding = 'optimizer'"
 
 
-def _model_limits(model: ModelSpec, tp: int, etp: int) -> Iterator[tuple[str, object, str, str]]:
+def _model_limits(model: ModelSpec, etp: int) -> Iterator[tuple[str, object, str, str]]:
     moe = model.moe
     if moe is not None and moe.mlp_bias and model.hidden_size % etp:
         allowed = f"expert biases where etp divides model.hidden_size {model.hidden_size}"
         yield "etp", etp, allowed, "lower etp"
-    if model.vocab_size % tp:
-        yield "model.vocab_size", model.vocab_size, f"multiples of tp {tp}", "pad the vocabulary, or lower tp"
 
 
 def check_run(run: RunConfig) -> None:

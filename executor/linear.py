@@ -101,12 +101,6 @@ def local_linear(x_LI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) 
         return cast("Tensor", _Linear.apply(x_LI, weight_OI, bias_O))
 
 
-def vocabulary_range(vocab_size: int, group: Group) -> tuple[int, int]:
-    """First token id of this rank's rows of embedding and head, and one past its last."""
-    part = vocab_size // group.size
-    return part * group.index, part * (group.index + 1)
-
-
 def embed(tokens_T: Tensor, weight_VH: Tensor, first_token: int, group: Group) -> Tensor:
     """x_LH: embeddings of this rank's tokens, looked up where the rows are and summed over the group."""
     with scope("elementwise"):

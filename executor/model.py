@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from moeplan.executor.decoder_layer import DecoderLayer
 from moeplan.executor.dtypes import plan_dtypes
-from moeplan.executor.linear import embed, vocabulary_range
+from moeplan.executor.linear import embed
 from moeplan.executor.loss import head_loss
 from moeplan.executor.mesh import Group, Mesh
 from moeplan.executor.micro_batch import NO_TARGET, MicroBatch, cut_micro_batch, loss_weights
@@ -22,7 +22,7 @@ from moeplan.executor.moe import Experts
 from moeplan.executor.mtp import MtpLayer
 from moeplan.executor.offload import Offloader, offloading
 from moeplan.executor.paged_stash import build_stash
-from moeplan.executor.parameters import ParameterTable, WeightSource, split_piece
+from moeplan.executor.parameters import ParameterTable, WeightSource, split_piece, split_range
 from moeplan.executor.precision import quantize_matrices
 from moeplan.executor.recompute import checkpointed
 from moeplan.executor.router import Router
@@ -86,7 +86,7 @@ class ModelStage(nn.Module):
         model, stages = plan.model, plan.pipeline.stages
         self.stage, self.mesh, self.eps = stages[index], mesh, model.norm_eps
         self.recompute_layers = "full" in plan.recompute
-        first_token = vocabulary_range(model.vocab_size, mesh.tp)[0]
+        first_token = split_range(model.vocab_size, mesh.tp)[0]
         self.embed = None if embedding is None else Embedding(embedding, first_token, mesh.tp)
         self.head_loss = HeadLoss(head, first_token, mesh.tp) if head is not None and self.stage.has_loss else None
         self.offloader: Offloader | None = None
@@ -167,7 +167,7 @@ class Transformer(nn.Module):
         model, rank = plan.model, mesh.pp.index
         self.plan, self.mesh = plan, mesh
         self.table = ParameterTable(device, plan_dtypes(plan).param, seed, plan.sharding == "full", weights)
-        first_token, end = vocabulary_range(model.vocab_size, mesh.tp)
+        first_token, end = split_range(model.vocab_size, mesh.tp)
         whole, local = (model.vocab_size, model.hidden_size), (end - first_token, model.hidden_size)
         holders = embedding_holders(plan)
         self.embedding: nn.Parameter | None = None

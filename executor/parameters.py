@@ -39,14 +39,19 @@ def whole_piece(name: str, shape: tuple[int, ...], *, std: float = INIT_STD, fil
     return Piece(name, shape, everything, everything, std, fill)
 
 
+def split_range(size: int, group: Group) -> tuple[int, int]:
+    """Where this rank's part of ``size`` rows begins, and one past its end; parts differ by one where it must be."""
+    return size * group.index // group.size, size * (group.index + 1) // group.size
+
+
 def split_piece(
     name: str, shape: tuple[int, ...], dim: int, group: Group, *, start: int = 0, std: float = INIT_STD
 ) -> Piece:
     """A tensor split over ``group`` along ``dim``; the local part lies from ``start`` along that dimension."""
-    part = shape[dim] // group.size
+    first, end = split_range(shape[dim], group)
     source, target = ([slice(0, size) for size in shape] for _ in range(2))
-    source[dim] = slice(part * group.index, part * (group.index + 1))
-    target[dim] = slice(start, start + part)
+    source[dim] = slice(first, end)
+    target[dim] = slice(start, start + end - first)
     return Piece(name, shape, tuple(source), tuple(target), std)
 
 

@@ -74,9 +74,7 @@ class SoftwareStack(Record):
     features: tuple[Feature, ...] = Field(default=(), description="further settings of a plan that it executes")
     defaults: tuple[DefaultRule, ...] = Field(default=(), description="what its recipes set; the first rule wins")
     ep_covers_tp: bool = Field(default=False, description="refuses an ep below tp for MoE models")
-    pads_shards: bool = Field(
-        default=True, description="pads a vocabulary over tp, and biases of experts over etp, that do not divide"
-    )
+    pads_shards: bool = Field(default=True, description="pads biases of experts that do not divide by etp")
     excluded: tuple[dict[str, Any], ...] = Field(
         default=(),
         description="settings it does not run together: all of an entry; a list gives alternatives, true is any on",
@@ -248,8 +246,6 @@ def _is_met(value: object, wanted: object) -> bool:
 
 
 def _uneven_shards(model: ModelSpec, point: Point, stack: str) -> Iterator[tuple[str, str]]:
-    if model.vocab_size % point.tp:
-        yield "tp", f"{stack} splits the vocabulary of {model.vocab_size} evenly, got tp {point.tp}"
     if model.moe is not None and model.moe.mlp_bias and model.hidden_size % point.etp:
         yield "etp", f"{stack} splits biases of {model.hidden_size} evenly, got etp {point.etp}"
 

@@ -88,8 +88,10 @@ STEP_BALANCED = GQA.model_copy(
         ),
     }
 )
+ODD = GQA.model_copy(update={"name": "folded-odd", "vocab_size": 259})  # of a prime number of tokens
 MODELS = {
     "gqa": GQA,
+    "odd": ODD,
     "mla": MLA,
     "windowed": WINDOWED,
     "dropping": _dropping(pad=False),

@@ -54,6 +54,7 @@ REST: dict[str, tuple[int, str, dict[str, Any]]] = {
         "gqa",
         {"sharding": "full", "ep": 2, "ep_overlap": True, "delay_wgrad": True},
     ),
+    "tp4, a vocabulary that does not divide": (4, "odd", {"tp": 4, "ep": 2}),
     "hybrid sharding": (4, "mla", {"sharding": "full", "dp_replicate": 2}),
     "hybrid sharding, ep2": (4, "gqa", {"sharding": "full", "dp_replicate": 2, "ep": 2}),
     "hybrid sharding of states alone": (4, "gqa", {"dp_replicate": 2, "ep": 2}),

@@ -135,10 +135,8 @@ def test_odd_sizes_are_proposed_only_where_they_divide() -> None:
     request = asked(odd, ("h100", 8, 4096), "mbs=1,cp=1,recompute=none")
     points = list(proposed(request))
     assert not refused(request, iter(points))
-    assert {point.tp for point in points} == {1}
-    assert {point.etp for point in points} == {1}
-    wide = asked(odd.model_copy(update={"vocab_size": 151_936}), ("h100", 8, 4096), "mbs=1,cp=1,recompute=none")
-    assert {point.etp for point in proposed(wide)} == {1, 2, 4}
+    assert {point.tp for point in points} > {1, 2}  # a vocabulary is split unevenly, biases of experts are not
+    assert {point.etp for point in points} == {1, 2, 4}
 
 
 def test_every_pin_has_values_here() -> None:
