@@ -89,7 +89,8 @@ def _files(path: Path) -> list[Path]:
                 f"{path} has neither {INDEX} nor {SINGLE}", "save the weights as safetensors, as save_pretrained does"
             )
         return [path / SINGLE]
-    weight_map = read_json(index).get("weight_map")
+    content = read_json(index)
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise InvalidInputError(f"{index}: weight_map is missing or empty", "download the index again")
     names = sorted(set(weight_map.values()))

@@ -47,11 +47,15 @@ def rotary_factor(values: HfValues, default: float) -> float:
 
 
 def _rope(values: HfValues) -> tuple[HfValues, str]:
-    key = "rope_parameters" if "rope_parameters" in values else "rope_scaling"
-    rope = values.inner(key)
-    if any(kind in rope for kind in ("full_attention", "sliding_attention")):
-        values.refuse(key, "differs by kind of layer; one for all layers can be imported")
-    return rope, key
+    """The object that counts: where both are there, transformers takes ``rope_scaling``, which users add by hand."""
+    found = {key: values.inner(key) for key in ("rope_parameters", "rope_scaling")}
+    for key, rope in found.items():
+        if any(kind in rope for kind in ("full_attention", "sliding_attention")):
+            values.refuse(key, "differs by kind of layer; one for all layers can be imported")
+    added = found["rope_scaling"]
+    is_added = "rope_type" in added or "type" in added
+    key = "rope_parameters" if "rope_parameters" in values and not is_added else "rope_scaling"
+    return found[key], key
 
 
 def rope_config(model: ModelSpec) -> dict[str, Any]:

@@ -193,6 +193,7 @@ BROKEN: list[tuple[Callable[[Path], object], str]] = [
         r"weights are quantized \(fp8\)",
     ),
     (lambda folder: (folder / "model.safetensors.index.json").write_text("{}"), "weight_map is missing or empty"),
+    (lambda folder: (folder / "model.safetensors.index.json").write_text("[]"), "weight_map is missing or empty"),
     (lambda folder: (folder / "model.safetensors.index.json").unlink(), "has neither model.safetensors.index.json nor"),
     (shutil.rmtree, "is not a folder of Hugging Face weights"),
 ]  # fmt: skip

@@ -197,6 +197,17 @@ def test_every_family_has_a_published_config() -> None:
     assert {config["model_type"] for config in PUBLISHED.values()} == set(FAMILIES) - without_preset
 
 
+def test_scaling_added_by_hand_counts_before_rope_parameters() -> None:
+    config = {key: value for key, value in QWEN3_MOE.items() if key != "rope_theta"}
+    config |= {"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}}
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    scaled = model_from_hf_config(config | {"rope_scaling": yarn, "rope_theta": 7.0}, "config.json")
+    assert scaled.rope_theta == 7.0
+    assert isinstance(scaled.rope_scaling, YarnScaling)
+    plain = model_from_hf_config(config | {"rope_scaling": None}, "config.json")
+    assert (plain.rope_theta, plain.rope_scaling) == (5.0, None)
+
+
 def test_rope_theta_may_lie_in_rope_parameters() -> None:
     config = {key: value for key, value in GPT_OSS.items() if key not in ("rope_theta", "rope_scaling")}
     yarn = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}
