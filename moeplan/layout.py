@@ -135,12 +135,12 @@ def _run_length(symbols: str) -> str:
 
 
 @lru_cache(maxsize=1024)
-def balanced_layout(model: ModelSpec, num_stages: int) -> PipelineLayout:
+def balanced_layout(model: ModelSpec, num_stages: int, head_weight: float = HEAD_WEIGHT) -> PipelineLayout:
     """The layout whose heaviest stage is lightest, filled from the end, so that slack falls on the first stage.
 
     The first pipeline rank holds the most micro-batches in flight. Gives NVIDIA's own layout for DeepSeek-V3 at 16
-    stages; at 32 the heaviest stage weighs what theirs does (2), and the first holds a dense layer less. Raises
-    InvalidInputError with more stages than layers.
+    stages; at 32 the heaviest stage weighs what theirs does (2), and the first holds a dense layer less.
+    ``head_weight``: a head and its loss, in MoE layers. Raises InvalidInputError with more stages than layers.
     """
     kinds = model.layer_kinds
     symbols = "E" + "t" * len(kinds) + "m" * model.num_mtp_layers + "L"
@@ -148,7 +148,7 @@ def balanced_layout(model: ModelSpec, num_stages: int) -> PipelineLayout:
         EMBEDDING_WEIGHT,
         *(MOE_WEIGHT if kind == "moe" or model.moe is None else DENSE_WEIGHT for kind in kinds),
         *[MTP_WEIGHT] * model.num_mtp_layers,
-        HEAD_WEIGHT * (1 + model.num_mtp_layers),
+        head_weight * (1 + model.num_mtp_layers),
     ]
     if num_stages > len(kinds) + 2:
         raise InvalidInputError(

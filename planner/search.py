@@ -1,9 +1,9 @@
-"""Search: memory as a hard wall, then best-first by time, exact for the plans it returns.
+"""Search: memory as a hard wall, then best-first by time, exact for the plans it returns but for their layouts.
 
 Time without recompute is a lower bound of a family's time with any, and what its chunks take without messages,
 reduction and optimizer one of that. Families are opened in the order of that bound until the plans found beat all that
 is left. Memory is looked at where it can matter: parameters' state first, which alone rules most out, the rest when a
-family is opened.
+family is opened. All points have the report's layout; those found take a better one where there is one (layouts.py).
 """
 
 import gc
@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from moeplan.errors import InvalidInputError
 from moeplan.plan import Plan
 from moeplan.planner.families import Family, Tally, families
+from moeplan.planner.layouts import best_layouts
 from moeplan.planner.relief import Relief, reliefs
 from moeplan.planner.request import SearchRequest
 from moeplan.planner.space import default_space
@@ -185,7 +186,7 @@ def _best_points(sweep: _Sweep) -> list[Point]:
         best += [(step_s, repr(point.as_dict()), point) for step_s, point in found]
         best = sorted(best, key=lambda one: one[:2])[: request.top_k]
         sweep.progress(f"{sweep.num_points} plans, {sweep.num_costed} costed, {len(waiting)} families left")
-    return [point for _, _, point in best]
+    return [point for _, point in best_layouts(request, [(step_s, point) for step_s, _, point in best])]
 
 
 def _by_bound(sweep: _Sweep) -> list[tuple[float, int, int]]:
