@@ -5,7 +5,7 @@ from pathlib import Path
 
 from moeplan.run_config import RunConfig
 
-TRAINING = Path(__file__).parents[2] / "docs" / "training.md"
+TRAINING = Path(__file__).parents[1] / "docs" / "training.md"
 
 
 def test_the_table_of_settings_has_each_once() -> None:
