@@ -1,3 +1,5 @@
+"""Settings of a run as values."""
+
 from moeplan.run_config import RunConfig
 
 
