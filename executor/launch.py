@@ -33,7 +33,7 @@ from moeplan.run_environment import RUN_ENVIRONMENT
 
 # Workers end at SIGTERM at once, or save their state first; whatever is left after this long is killed.
 _GRACE_S, _SAVE_GRACE_S = 5.0, 35.0
-_TAIL_LINES = 20
+_TAIL_LINES = 40
 _MAX_PORT = 65535
 # How torchrun's report names a rank that a signal ended: "rank : 2 (local_rank: 2)", then "exitcode : -9 (pid: 7)".
 _REPORTED = re.compile(r"rank\s*:\s*(\d+) \(local_rank[^\n]*\n\s*exitcode\s*:\s*(-?\d+)")

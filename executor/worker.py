@@ -5,6 +5,7 @@ Exit codes are those of moeplan: 2 for invalid input, 1 for a failed run.
 """
 
 import argparse
+import faulthandler
 import os
 import signal
 import sys
@@ -63,6 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="where rank 0 writes the measurement, as JSON")
     options = parser.parse_args(arguments)
     rank = int(os.environ.get("RANK", "0"))
+    faulthandler.enable(all_threads=False)  # a rank that aborts in a library says where, which the launcher quotes
     write_process_id(rank)
     threading.Thread(target=_end_with_parents, args=(os.getppid(),), daemon=True).start()
     try:
