@@ -17,13 +17,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-models_app = typer.Typer(help="List model presets, or show one with its parameters, FLOPs and source.")
-hardware_app = typer.Typer(help="List hardware profiles, or show one with the source of every number.")
-stacks_app = typer.Typer(help="List software stacks (engine and release), or show one with the source of its figures.")
-app.add_typer(models_app, name="models", invoke_without_command=True)
-app.add_typer(hardware_app, name="hardware", invoke_without_command=True)
-app.add_typer(stacks_app, name="stacks", invoke_without_command=True)
-
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 ModelName = Annotated[str, typer.Option("--model", help="Preset, .toml file, or Hugging Face config.json.")]
 Stack = Annotated[
@@ -349,55 +342,43 @@ def fit(
     run_fit(FitOptions(runs, eval_set, keep, out, as_json))
 
 
-@models_app.callback()
-def models(context: typer.Context, as_json: Json = False) -> None:
-    """List model presets."""
-    if context.invoked_subcommand is None:
-        from moeplan.cli.show import list_models
+def _add_catalogue(kind: str, about: str, shows: str, what: str) -> None:
+    """``moeplan KIND`` lists all of a kind, ``moeplan KIND show NAME`` shows one; bodies: moeplan.cli.show."""
+    group = typer.Typer(help=about)
+    app.add_typer(group, name=kind, invoke_without_command=True)
 
-        list_models(as_json)
+    @group.callback()
+    def list_all(context: typer.Context, as_json: Json = False) -> None:
+        if context.invoked_subcommand is None:
+            from moeplan.cli.show import CATALOGUES
 
+            CATALOGUES[kind].list_all(as_json)
 
-@models_app.command("show")
-def models_show(name: Annotated[str, typer.Argument(help="Preset or file.")], as_json: Json = False) -> None:
-    """Show one model: sizes, parameters, FLOPs, source."""
-    from moeplan.cli.show import show_model
+    @group.command("show", help=shows)
+    def show_one(name: Annotated[str, typer.Argument(help=what)], as_json: Json = False) -> None:
+        from moeplan.cli.show import CATALOGUES
 
-    show_model(name, as_json)
-
-
-@hardware_app.callback()
-def hardware(context: typer.Context, as_json: Json = False) -> None:
-    """List hardware profiles."""
-    if context.invoked_subcommand is None:
-        from moeplan.cli.show import list_hardware
-
-        list_hardware(as_json)
+        CATALOGUES[kind].show_one(name, as_json)
 
 
-@hardware_app.command("show")
-def hardware_show(name: Annotated[str, typer.Argument(help="Profile or file.")], as_json: Json = False) -> None:
-    """Show every number of a profile with its source."""
-    from moeplan.cli.show import show_hardware
-
-    show_hardware(name, as_json)
-
-
-@stacks_app.callback()
-def stacks(context: typer.Context, as_json: Json = False) -> None:
-    """List software stacks."""
-    if context.invoked_subcommand is None:
-        from moeplan.cli.stacks import list_stacks
-
-        list_stacks(as_json)
-
-
-@stacks_app.command("show")
-def stacks_show(name: Annotated[str, typer.Argument(help="Stack or file.")], as_json: Json = False) -> None:
-    """Show what a stack executes, and every figure with its source."""
-    from moeplan.cli.stacks import show_stack
-
-    show_stack(name, as_json)
+_add_catalogue(
+    "models",
+    "List model presets, or show one with its parameters, FLOPs and source.",
+    "Show one model: sizes, parameters, FLOPs, source.",
+    "Preset or file.",
+)
+_add_catalogue(
+    "hardware",
+    "List hardware profiles, or show one with the source of every number.",
+    "Show every number of a profile with its source.",
+    "Profile or file.",
+)
+_add_catalogue(
+    "stacks",
+    "List software stacks (engine and release), or show one with the source of its figures.",
+    "Show what a stack executes, and every figure with its source.",
+    "Stack or file.",
+)
 
 
 def main(arguments: list[str] | None = None) -> None:

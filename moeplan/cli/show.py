@@ -1,7 +1,10 @@
-"""``moeplan models`` and ``moeplan hardware``: list and show."""
+"""``moeplan models``, ``moeplan hardware`` and ``moeplan stacks``: list and show."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+from moeplan.cli.stacks import list_stacks, show_stack
 from moeplan.flops import training_flops_per_token
 from moeplan.hwprofiles.load import load_profile, profile_names
 from moeplan.model_spec import ModelSpec
@@ -80,3 +83,18 @@ def show_hardware(name: str, as_json: bool) -> None:
         print_json(profile.model_dump(mode="json", exclude_none=True))
     else:
         print_profile(profile)
+
+
+@dataclass(frozen=True, slots=True)
+class Catalogue:
+    """How one kind is listed, and one of it shown; the last argument asks for JSON."""
+
+    list_all: Callable[[bool], None]
+    show_one: Callable[[str, bool], None]
+
+
+CATALOGUES = {
+    "models": Catalogue(list_models, show_model),
+    "hardware": Catalogue(list_hardware, show_hardware),
+    "stacks": Catalogue(list_stacks, show_stack),
+}
