@@ -40,6 +40,6 @@ def _add_by_expert_(main: MainGrad, operands: Operands) -> None:
         if end > start:
             add_weight_grad_(part, x_TH[start:end], grad_TF[start:end])
         else:
-            part.finish_()
+            part.add_zeros_()
         start = end
     main.is_clear = False

@@ -203,9 +203,7 @@ def add_(main: MainGrad, parts: Sequence[Operands], name: str = "triton") -> Non
     config, total_EHF = CONFIGS[name], main.total
     parts = [part for part in parts if part.num_rows]  # no bulk copy has a dimension of 0
     if not parts:
-        if main.is_clear:
-            total_EHF.zero_()
-            main.is_clear = False
+        main.add_zeros_()
         return
     E, H, F = total_EHF.shape
     out_width, device = config.tile_f >> config.halvings, total_EHF.device

@@ -37,12 +37,16 @@ class MainGrad:
         """Begin a step: the next gradient is written over the last step's."""
         self.is_clear = True
 
-    def finish_(self) -> None:
-        """End a step: zeros where no gradient came."""
-        assert self.pairs is None or not self.pairs.waiting_bytes, "a gradient waits for a micro-batch that never came"
+    def add_zeros_(self) -> None:
+        """The gradient of a micro-batch without rows."""
         if self.is_clear:
             self.total.zero_()
             self.is_clear = False
+
+    def finish_(self) -> None:
+        """End a step: zeros where no gradient came."""
+        assert self.pairs is None or not self.pairs.waiting_bytes, "a gradient waits for a micro-batch that never came"
+        self.add_zeros_()
 
 
 def set_main_grad(parameter: Tensor, main: MainGrad | None) -> None:
