@@ -85,12 +85,11 @@ def _expert_cases(plan: Plan, moe: Moe, device: torch.device) -> Iterator[Case]:
     E, H, F = moe.num_experts, plan.model.hidden_size, moe.expert_ffn_size
     rows = _rows(plan, moe, device)
     R = len(rows.slot_of_row_R)
+    left_out = {"reference"} | ({"by_expert"} if R < LARGE_EXPERT_ROWS * E else set())
     for width, out in ((H, F * (plan.model.mlp_matrices - 1)), (F, H)):
         shape, weights, num_flops = f"{E} x {R // E}, {width} x {out}", E * width * out, 2.0 * R * width * out
         x, weight = _normal(device, R, width, grad=True), _normal(device, E, width, out)
-        names = [name for name in grouped_gemm.BACKENDS if name != "reference"]
-        if R < LARGE_EXPERT_ROWS * E:
-            names.remove("by_expert")
+        names = [name for name in grouped_gemm.BACKENDS if name not in left_out]
         runs = {
             name: _both_ways(
                 partial(grouped_gemm.grouped_gemm, weight_EHF=weight, offsets_E=rows.offsets_E, backend=name), [x]
@@ -103,9 +102,8 @@ def _expert_cases(plan: Plan, moe: Moe, device: torch.device) -> Iterator[Case]:
         yield _gathered_case(plan, rows, weight, is_first=width == H)
         part = Operands(x.detach(), _normal(device, R, out), rows.offsets_E)
         main = MainGrad(torch.zeros((E, width, out), device=device), is_clear=False)
-        names = [name for name in grouped_weight_grad.BACKENDS if _adds(name, main.total, part) and name != "by_expert"]
-        if R >= LARGE_EXPERT_ROWS * E:
-            names.append("by_expert")
+        adding = grouped_weight_grad.BACKENDS
+        names = [name for name in adding if name not in left_out and _adds(name, main.total, part)]
         for count, what in ((1, "weight gradient"), (2, "weight gradients of a pair")):
             adds: dict[str, Run] = {
                 name: partial(grouped_weight_grad.add_parts_, main, (part,) * count, backend=name) for name in names
