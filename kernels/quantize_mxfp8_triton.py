@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moeplan.kernels.padded_rows import TILE, PaddedRows
-from moeplan.kernels.quantize_triton import stored
+from moeplan.kernels.quantize_triton import stored, tile_places, weight_tile
 from moeplan.kernels.quantized_gemm import Pair
 from moeplan.kernels.scale_tiles import BLOCKS
 
@@ -70,9 +70,7 @@ def _quantize_rows(
     tile, col = tl.program_id(0), tl.program_id(1)
     count = tl.load(count_ptr + tile)
     if count > 0:
-        rows, cols = tl.arange(0, SIDE), col * SIDE + tl.arange(0, SIDE)
-        source = (tl.load(row_ptr + tile) + rows).to(tl.int64)
-        mask = (rows < count)[:, None] & (cols < C)[None, :]
+        source, cols, _is_row, mask = tile_places(row_ptr, count, tile, col * SIDE, C, SIDE, SIDE)
         x = tl.load(x_ptr + source[:, None] * C + cols[None, :], mask, 0).to(tl.float32)
         expert, num_cols = tl.load(expert_ptr + tile), tl.num_programs(1)
         first = tl.load(end_ptr + expert - 1, expert > 0, 0) // SIDE
@@ -86,13 +84,8 @@ def _quantize_rows(
 
 @triton.jit
 def _quantize_weights(x_ptr, as_is_ptr, turned_ptr, as_is_scale_ptr, turned_scale_ptr, A, B, SIDE: tl.constexpr):
-    expert, num_b = tl.program_id(0), tl.cdiv(B, SIDE)
-    a, b = tl.program_id(1) // num_b, tl.program_id(1) % num_b
-    rows, cols = a * SIDE + tl.arange(0, SIDE), b * SIDE + tl.arange(0, SIDE)
-    base = expert.to(tl.int64) * A * B
-    mask = (rows < A)[:, None] & (cols < B)[None, :]
-    x = tl.load(x_ptr + base + rows.to(tl.int64)[:, None] * B + cols[None, :], mask, 0).to(tl.float32)
-    own = expert * tl.num_programs(1)
+    base, a, b, _rows, _cols, _mask, x = weight_tile(x_ptr, A, B, SIDE)
+    own = tl.program_id(0) * tl.num_programs(1)
     _both(
         x, a * SIDE, b * SIDE, A, B, as_is_ptr + base, B, turned_ptr + base, A,
         as_is_scale_ptr + (own + tl.program_id(1)) * (4 * SIDE),

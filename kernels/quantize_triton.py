@@ -42,6 +42,18 @@ def tile_places(row_ptr, count, tile, first_col, width, ROWS: tl.constexpr, COLS
 
 
 @triton.jit
+def weight_tile(x_ptr, A, B, SIDE: tl.constexpr):
+    """Where a program's expert of a weight [E, A, B] begins; its tile's place, rows, columns, mask and fp32 numbers."""
+    num_b = tl.cdiv(B, SIDE)
+    a, b = tl.program_id(1) // num_b, tl.program_id(1) % num_b
+    rows, cols = a * SIDE + tl.arange(0, SIDE), b * SIDE + tl.arange(0, SIDE)
+    base = tl.program_id(0).to(tl.int64) * A * B
+    mask = (rows < A)[:, None] & (cols < B)[None, :]
+    x = tl.load(x_ptr + base + rows.to(tl.int64)[:, None] * B + cols[None, :], mask, 0).to(tl.float32)
+    return base, a, b, rows, cols, mask, x
+
+
+@triton.jit
 def store_pair(
     x, p_ptr, t_ptr, p_scale_ptr, t_scale_ptr, amax, tile, first_col, end_col, C, P,
     BLOCKWISE: tl.constexpr, LARGEST: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
@@ -105,11 +117,7 @@ def _quantize_weights(
     BLOCKWISE: tl.constexpr, HAS_AMAX: tl.constexpr, LARGEST: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
     expert, num_o = tl.program_id(0), tl.cdiv(O, SIDE)
-    i, o = tl.program_id(1) // num_o, tl.program_id(1) % num_o
-    rows, cols = i * SIDE + tl.arange(0, SIDE), o * SIDE + tl.arange(0, SIDE)
-    base = expert.to(tl.int64) * I * O
-    mask = (rows < I)[:, None] & (cols < O)[None, :]
-    x = tl.load(x_ptr + base + rows.to(tl.int64)[:, None] * O + cols[None, :], mask, 0).to(tl.float32)
+    base, i, o, rows, cols, mask, x = weight_tile(x_ptr, I, O, SIDE)
     if BLOCKWISE:
         amax = tl.max(tl.max(tl.abs(x), 1), 0)
         if HAS_AMAX:
