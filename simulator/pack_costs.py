@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 
+from moeplan.cp_schedule import padded_length
 from moeplan.errors import InvalidInputError
 from moeplan.hwprofiles.schema import HardwareProfile
 from moeplan.plan import Plan
@@ -51,8 +52,7 @@ class PackCosts:
 
     def attention(self, length: int, num_ranks: int) -> float:
         """Attention of one document, on each of the ranks that share it; padded to two chunks a rank."""
-        pieces = 2 * num_ranks if num_ranks > 1 else 1
-        padded = -(-length // pieces) * pieces
+        padded = padded_length(length, num_ranks)
         key = (padded, num_ranks)
         if key not in self._attention:
             build = self._builder(padded, num_ranks)
