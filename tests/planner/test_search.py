@@ -17,17 +17,25 @@ from moeplan.simulator.step_model import step_model
 
 
 def request(
-    model: str = "deepseek-v3", gpus: int = 256, fix: str = "", forbid: str = "", top: int = 10
+    gpus: int = 256,
+    fix: str = "",
+    forbid: str = "",
+    top: int = 10,
+    *,
+    model: str = "deepseek-v3",
+    hardware: str = "gb300",
+    stack: str = "megatron-bridge-26.08",
+    batch: int = 8192,
 ) -> SearchRequest:
-    """A search on GB300 with the Bridge stack."""
+    """A search, of sequences of 4096 tokens."""
     return SearchRequest(
-        model=load_model("deepseek-v3"),
-        hardware="gb300",
-        profile=load_profile("gb300"),
-        stack=load_stack("megatron-bridge-26.08"),
+        model=load_model(model),
+        hardware=hardware,
+        profile=load_profile(hardware),
+        stack=load_stack(stack),
         num_gpus=gpus,
         seq_len=4096,
-        global_batch_size=8192,
+        global_batch_size=batch,
         fixed=parse_pins(fix, "--fix"),
         forbidden=parse_forbidden(forbid, "--forbid"),
         top_k=top,
@@ -206,44 +214,24 @@ def test_recompute_sets_are_those_the_model_has() -> None:
     "fix,tried", [("", {"alltoall", "allgather", "torch"}), ("flex_backend=hybridep", {"hybridep"})]
 )
 def test_libraries_that_may_be_missing_are_searched_only_where_asked_for(fix: str, tried: set[str]) -> None:
-    asked = SearchRequest(
-        model=load_model("qwen3-30b-a3b"),
-        hardware="h100",
-        profile=load_profile("h100"),
-        stack=load_stack("native"),
-        num_gpus=16,
-        seq_len=4096,
-        global_batch_size=64,
-        fixed=parse_pins(f"tp=1,pp=1,cp=1,ep=16,dispatcher=flex,{fix}" if fix else "tp=1,pp=1,cp=1,ep=16", "--fix"),
-        forbidden={},
-        top_k=50,
-    )
+    pins = f"tp=1,pp=1,cp=1,ep=16,dispatcher=flex,{fix}" if fix else "tp=1,pp=1,cp=1,ep=16"
+    asked = request(16, pins, top=50, model="qwen3-30b-a3b", hardware="h100", stack="native", batch=64)
     plans = [ranked.plan for ranked in search(asked).plans]
     assert {plan.flex_backend if plan.dispatcher == "flex" else plan.dispatcher for plan in plans} == tried
 
 
 @pytest.mark.parametrize("forbid, kept", [("", "alltoall"), ("dispatcher=alltoall", "allgather")])
 def test_whole_experts_on_each_rank_need_no_choice_of_dispatcher(forbid: str, kept: str) -> None:
-    asked = SearchRequest(
-        model=load_model("tiny-moe"),
-        hardware="h200",
-        profile=load_profile("h200"),
-        stack=load_stack("native"),
-        num_gpus=2,
-        seq_len=4096,
-        global_batch_size=8,
-        fixed=parse_pins("tp=1,pp=1,precision=bf16", "--fix"),
-        forbidden=parse_forbidden(forbid, "--forbid"),
-    )
+    pins = "tp=1,pp=1,precision=bf16"
+    asked = request(2, pins, forbid, model="tiny-moe", hardware="h200", stack="native", batch=8)
     found = [family.base for group in families(asked, default_space(asked), Tally()) for family in group]
     assert {point.dispatcher for point in found if point.ep == 1} == {kept}
     assert {point.dispatcher for point in found if point.ep == 2} == {"alltoall", "allgather", "flex"} - {forbid[11:]}
 
 
 def test_dispatchers_that_fail_on_a_machine_are_turned_down_with_the_report() -> None:
-    stack, profile = load_stack("megatron-bridge-26.08"), load_profile("b300")
-    pins = parse_pins("tp=1,ep=64,pp=4,vp=4,etp=1,mbs=1,dispatcher=flex,flex_backend=deepep,precision=mxfp8", "--fix")
-    asked = SearchRequest(load_model("deepseek-v3"), "b300", profile, stack, 256, 4096, 8192, pins)
+    pins = "tp=1,ep=64,pp=4,vp=4,etp=1,mbs=1,dispatcher=flex,flex_backend=deepep,precision=mxfp8"
+    asked = request(fix=pins, hardware="b300")
     tally = Tally()
     assert not [family for group in families(asked, default_space(asked), tally) for family in group]
     assert "issue 5067" in tally.examples["dispatcher"]
@@ -266,9 +254,8 @@ def test_dispatchers_that_fail_on_a_machine_are_turned_down_with_the_report() ->
 )
 def test_recompute_that_a_plan_excludes_is_never_proposed(fix: str, kept: set[tuple[str, ...]]) -> None:
     """Such points once reached the ranking, where making a plan of them failed."""
-    pins = parse_pins(f"tp=1,etp=1,ep=8,pp=1,mbs=1,dispatcher=alltoall,{fix}", "--fix")
-    model, profile = load_model("deepseek-v2-lite"), load_profile("h100")
-    asked = SearchRequest(model, "h100", profile, load_stack("native"), 8, 4096, 64, pins)
+    pins = f"tp=1,etp=1,ep=8,pp=1,mbs=1,dispatcher=alltoall,{fix}"
+    asked = request(8, pins, model="deepseek-v2-lite", hardware="h100", stack="native", batch=64)
     tally = Tally()
     found = [family for group in families(asked, default_space(asked), tally) for family in group]
     assert {chosen for family in found for chosen in family.recompute} == kept
