@@ -30,14 +30,12 @@ class PackBatches:
 
     def __init__(self, plan: Plan, mesh: Mesh, tokens: TokenSource, device: torch.device) -> None:
         self.plan, self.mesh, self.tokens, self.device = plan, mesh, tokens, device
+        self._packs = step_packs(plan, plan.document_lengths)
 
     def shape(self) -> StepShape:
-        """How many micro-batches the step has, and tokens of each on this rank."""
-        lengths = self.plan.document_lengths
-        num_tokens = tuple(
-            self._layout(index).num_tokens // self.mesh.tp.size for index in range(len(step_packs(self.plan, lengths)))
-        )
-        return StepShape(num_tokens, document_weights(self.plan, lengths))
+        """How many micro-batches a step has, and tokens of each on this rank."""
+        num_tokens = tuple(self._layout(index).num_tokens // self.mesh.tp.size for index in range(len(self._packs)))
+        return StepShape(num_tokens, document_weights(self.plan, self.plan.document_lengths))
 
     def micro_batch(self, step: int, index: int) -> MicroBatch:
         """Ids of this rank's pack in micro-batch ``index``."""
@@ -52,13 +50,10 @@ class PackBatches:
 
         return self._read(index, read)
 
-    def _packs(self, index: int) -> tuple[PlacedPack, ...]:
-        return step_packs(self.plan, self.plan.document_lengths)[index]
-
     def _documents(self, index: int) -> tuple[int, tuple[int, ...]]:
         """How many ranks share this rank's pack, and its documents; an idle rank has a group of its own and none."""
         rank = self.mesh.dp_cp.index
-        own = (one for one in self._packs(index) if one.first_rank <= rank < one.first_rank + one.num_ranks)
+        own = (one for one in self._packs[index] if one.first_rank <= rank < one.first_rank + one.num_ranks)
         return next(((one.num_ranks, one.documents) for one in own), (1, ()))
 
     def _layout(self, index: int) -> PackLayout:
@@ -72,7 +67,7 @@ class PackBatches:
             self.plan.tokens_per_step,
             self.device,
         )
-        fullest = max(map(self._num_tokens, self._packs(index)))
+        fullest = max(map(self._num_tokens, self._packs[index]))
         return replace(layout, num_missing=(fullest - layout.num_tokens) // self.mesh.tp.size)
 
     def _num_tokens(self, pack: PlacedPack) -> int:

@@ -15,7 +15,7 @@ from torch.autograd import Function
 
 from moeplan.executor.crossing import Course, on_course
 from moeplan.executor.mesh import Group, Mesh
-from moeplan.executor.micro_batch import MicroBatch, StepShape, plan_shape
+from moeplan.executor.micro_batch import MicroBatch, StepShape
 from moeplan.executor.model import ModelStage, Transformer, embedding_holders
 from moeplan.executor.overlap import PairRunner
 from moeplan.executor.pipeline_links import PipelineLinks
@@ -49,25 +49,19 @@ class _Running:
 
 
 class Pipeline:
-    """Runs all micro-batches of a step on one rank. Collective: every rank makes and runs its own."""
+    """Runs all micro-batches of a step of ``shape`` on one rank. Collective: every rank makes and runs its own."""
 
-    def __init__(self, plan: Plan, mesh: Mesh, model: Transformer) -> None:
+    def __init__(self, plan: Plan, mesh: Mesh, model: Transformer, shape: StepShape) -> None:
         self.plan, self.mesh, self.model = plan, mesh, model
         self.rank, self.last_stage = mesh.pp.index, plan.pp * plan.vp - 1
         table = model.table
-        self.shape = plan_shape(plan)
-        self.weights_P = torch.tensor(self.shape.loss_weights, dtype=torch.float64, device=table.device)
+        self.shape = shape
+        self.weights_P = torch.tensor(shape.loss_weights, dtype=torch.float64, device=table.device)
         self.links = PipelineLinks(plan, mesh, table.dtype, table.device)
         self.pairs = PairRunner(table.device, delay_wgrad=plan.delay_wgrad) if plan.ep_overlap else None
         self._running: dict[tuple[int, int], _Running] = {}
         self._batches: dict[int, MicroBatch] = {}
         self._loss_P = torch.zeros_like(self.weights_P)
-
-    def take(self, shape: StepShape) -> None:
-        """Let the steps that follow have this shape rather than the plan's."""
-        if shape != self.shape:
-            self.shape = shape
-            self.weights_P = self.weights_P.new_tensor(shape.loss_weights)
 
     def run(self, micro_batch: Callable[[int], MicroBatch]) -> Tensor:
         """Forward and backward of every micro-batch; the summed loss [depths] of this rank, zero without the loss.

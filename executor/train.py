@@ -17,7 +17,7 @@ from moeplan.executor.guard import SpikeGuard, check_finite, largest_tensor
 from moeplan.executor.learning_rate import learning_rate
 from moeplan.executor.measure import PeakBytes, StepTimer, StepTrace, peak_device_bytes
 from moeplan.executor.mesh import Mesh
-from moeplan.executor.micro_batch import MicroBatch, cut_micro_batch
+from moeplan.executor.micro_batch import MicroBatch, cut_micro_batch, plan_shape
 from moeplan.executor.model import Transformer
 from moeplan.executor.optimizer import ChainedOptimizer, gather_scalars
 from moeplan.executor.pack_batches import PackBatches, moved
@@ -77,8 +77,8 @@ class Trainer:
     def __init__(self, plan: Plan, run: RunConfig, mesh: Mesh, tokens: TokenSource, device: torch.device) -> None:
         self.plan, self.run, self.mesh, self.tokens, self.device = plan, run, mesh, tokens, device
         self.model = Transformer(plan, mesh, run.seed, device, first_weights(plan, run))
-        self.pipeline = Pipeline(plan, mesh, self.model)
         self.packs = PackBatches(plan, mesh, tokens, device) if plan.dynamic_cp else None
+        self.pipeline = Pipeline(plan, mesh, self.model, self.packs.shape() if self.packs else plan_shape(plan))
         self.routing = RoutingControl(plan, run, mesh)
         for router in self.model.routers():
             router.control = self.routing
@@ -104,7 +104,6 @@ class Trainer:
     def step(self, number: int) -> StepResult:
         """One step over the global batch. RunFailedError names step and rank where loss or gradient is not finite."""
         self.routing.begin(number + 1)
-        self._take_shape()
         loss_sum = self.pipeline.run(lambda index: self._micro_batch(number, index))[0] / self.plan.tokens_per_step
         # Ranks without the loss bring zero; those of a tp group all have the same one.
         losses, stops = self._gathered(loss_sum * (self.mesh.tp.index == 0), float(self.stop_requested))
@@ -160,13 +159,7 @@ class Trainer:
             loss_sum = self.pipeline.evaluate(micro_batch)[0] / plan.tokens_per_step
             return sum(self._gathered(loss_sum * (self.mesh.tp.index == 0), 0.0)[0])
 
-        self._take_shape()
         return sum(map(loss_of, range(num_batches))) / num_batches
-
-    def _take_shape(self) -> None:
-        """Let the pipeline run the micro-batches that the documents of a step make."""
-        if self.packs is not None:
-            self.pipeline.take(self.packs.shape())
 
     def _gathered(self, first: torch.Tensor, second: float) -> tuple[list[float], list[float]]:
         """Two numbers of every rank of the world in one collective."""

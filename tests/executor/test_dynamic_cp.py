@@ -142,7 +142,6 @@ def forward_ring_bytes(rank: int, plan: Plan) -> list[int]:
     """Sent in rings by this rank in the forward of each micro-batch."""
     trainer, found = build_trainer(rank, plan, RUN), []
     assert trainer.packs is not None
-    trainer.pipeline.take(trainer.packs.shape())
     for index in range(trainer.pipeline.shape.num_micro_batches):
         with counting_traffic() as calls, torch.no_grad():
             trainer.pipeline._module(0)(trainer.packs.micro_batch(0, index), None)
