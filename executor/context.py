@@ -161,12 +161,21 @@ class HeadSplitAttention:
 
 
 def pack_attention(
-    documents: Documents, window: int | None, whole: Callable[[], Core], group: Group, device: torch.device
+    documents: Documents,
+    window: int | None,
+    whole: Callable[[], Core],
+    group: Group,
+    device: torch.device,
+    *,
+    gathers: bool = False,
 ) -> Core:
-    """How a layer attends in a pack that ``group`` shares (dynamic cp); ``whole`` as in :func:`context_attention`."""
+    """How a layer attends in documents that ``group`` shares; ``whole`` as in :func:`context_attention`.
+
+    Layers with a window gather where others pass keys on: a window ends inside a block of the ring.
+    """
     if group.size == 1:
         return whole()
-    if window is None:
+    if window is None and not gathers:
         return RingAttention(group, documents=documents)
     return GatheredAttention(documents, window, group, device)
 
@@ -179,16 +188,9 @@ def context_attention(
     It is made only where used: its mask of a window is as large as the square of the longest document.
     Neighbours of ``mesh.cp_heads`` hold together, for their part of the heads, the two chunks of each document that a
     rank of ``mesh.cp_ring`` has: with c ranks a group, chunks c i to c i + c - 1 and as many from the other end.
-    Layers with a window gather where others pass keys on: a window ends inside a block of the ring.
     """
     heads, ring = mesh.cp_heads, mesh.cp_ring
-    core: Core
-    if ring.size == 1:
-        core = whole()
-    elif plan.cp_comm != "all_gather" and window is None:
-        core = RingAttention(ring, documents=plan.documents)
-    else:
-        core = GatheredAttention(plan.documents, window, ring, device)
+    core = pack_attention(plan.documents, window, whole, ring, device, gathers=plan.cp_comm == "all_gather")
     if heads.size == 1:
         return core
     return HeadSplitAttention(tuple(length // ring.size for length in plan.documents), core, heads, device)
