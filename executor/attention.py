@@ -131,21 +131,18 @@ class _AttentionBase(nn.Module):
         super().__init__()
         model, group = plan.model, mesh.tp
         attention = model.attention
-        self.model, self.group, self.seq_len, self.eps = model, group, plan.seq_len // plan.cp, model.norm_eps
+        self.model, self.group, self.eps = model, group, model.norm_eps
         self.rotary_width = rotary_width
         self.num_heads = attention.num_heads // group.size
         self.recompute_core = "core_attn" in plan.recompute
-        positions = document_positions(plan.documents, mesh.cp, table.device)
-        dtype = torch.promote_types(table.dtype, torch.float32)
-        self.rotary_dtype = dtype
-        self.rotary = model_rotary_tables(model, positions, rotary_width, dtype)
-        window = self.window = attention.sliding_window if model.is_windowed(layer) else None
+        self.rotary_dtype = torch.promote_types(table.dtype, torch.float32)
+        self.window = attention.sliding_window if model.is_windowed(layer) else None
         self.sinks: nn.Parameter | None = None
         if isinstance(attention, GqaAttention) and attention.sinks:
             sinks = split_piece(f"layers.{layer}.attention.sinks", (attention.num_heads,), 0, group)
             self.sinks = table.add(sinks, shape=(self.num_heads,), is_decayed=False)
-        whole = partial(whole_attention, plan.documents, window, table.device)
-        self.attend: Core = context_attention(plan, window, whole, mesh, table.device)
+        # Sequences as long as the plan's are nowhere under dynamic cp: their mask of a window is not made.
+        self.plan_place = None if plan.dynamic_cp else self._plan_place(plan, mesh, table.device)
         in_width = attention.num_heads * attention.v_head_dim
         shape = (model.hidden_size, in_width)
         name, std = f"layers.{layer}.attention.output", residual_std(model.num_layers)
@@ -159,18 +156,25 @@ class _AttentionBase(nn.Module):
     def place(self, layout: PackLayout | None) -> _Place:
         """That of the plan's sequences, or of a pack."""
         if layout is None:
-            return _Place(self.seq_len, self.rotary, self.attend)
+            assert self.plan_place is not None
+            return self.plan_place
         return layout.keep((self.rotary_width, self.window), partial(self._pack_place, layout))
+
+    def _plan_place(self, plan: Plan, mesh: Mesh, device: torch.device) -> _Place:
+        whole = partial(whole_attention, plan.documents, self.window, device)
+        attend = context_attention(plan, self.window, whole, mesh, device)
+        return self._placed(plan.documents, mesh.cp, attend, device)
 
     def _pack_place(self, layout: PackLayout) -> _Place:
         documents, group, device = layout.documents, layout.group, layout.device
-        positions = document_positions(documents, group, device)
         whole = partial(whole_attention, documents, self.window, device)
-        return _Place(
-            layout.num_tokens,
-            model_rotary_tables(self.model, positions, self.rotary_width, self.rotary_dtype),
-            pack_attention(documents, self.window, whole, group, device),
-        )
+        return self._placed(documents, group, pack_attention(documents, self.window, whole, group, device), device)
+
+    def _placed(self, documents: Documents, group: Group, attend: Core, device: torch.device) -> _Place:
+        """Of documents that ``group`` shares."""
+        positions = document_positions(documents, group, device)
+        rotary = model_rotary_tables(self.model, positions, self.rotary_width, self.rotary_dtype)
+        return _Place(sum(documents) // group.size, rotary, attend)
 
     def rotate(self, x_BSND: Tensor, place: _Place) -> Tensor:
         """The first ``rotary_width`` channels turned by their positions."""
