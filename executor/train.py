@@ -247,7 +247,7 @@ def _logged(trainer: Trainer, number: int, result: StepResult, step_s: float) ->
         "step_s": step_s,
         "tokens_per_s_per_gpu": tokens_per_s,
         "model_tflops_per_gpu": tokens_per_s
-        * training_flops_per_token(plan.model, plan.seq_len, plan.packed_lengths)
+        * training_flops_per_token(plan.model, plan.seq_len, plan.flop_lengths)
         / TFLOP,
         "tokens": trainer.tokens_at(number + 1),
         BUSIEST_LOAD: result.busiest_load,

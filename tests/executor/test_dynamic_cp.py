@@ -1,7 +1,9 @@
 """Dynamic context parallelism on 2 to 4 processes against one process, in float64: whatever the mix of lengths."""
 
+import json
 from collections.abc import Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +11,9 @@ import torch
 
 from moeplan.cp_schedule import PlacedPack
 from moeplan.executor import pack_batches
-from moeplan.executor.train import Trainer
+from moeplan.executor.step_log import StepLog
+from moeplan.executor.train import Trainer, train
+from moeplan.flops import training_flops_per_token
 from moeplan.hwprofiles.load import load_profile
 from moeplan.plan import Plan
 from moeplan.simulator.pack_costs import PackCosts
@@ -74,6 +78,14 @@ REST: dict[str, tuple[int, str, str, dict[str, Any]]] = {
     ),
     "exchanges beside compute": (4, "gqa", "odd", {"ep": 2, "ep_overlap": True, "delay_wgrad": True}),
 }
+
+
+def test_the_log_counts_flops_of_documents_not_of_whole_sequences(tmp_path: Path) -> None:
+    trainer = build_trainer(0, dynamic_plan("gqa", 1, "short"), RUN.model_copy(update={"steps": 4}))
+    record = train(trainer, lambda _line: None, StepLog(tmp_path, 0))
+    line = json.loads((tmp_path / "log.jsonl").read_text(encoding="utf-8").splitlines()[0])
+    flops = 128 * training_flops_per_token(trainer.plan.model, 16, MIXES["short"])
+    assert line["model_tflops_per_gpu"] == pytest.approx(flops / record.step_times_s[0] / 1e12)
 
 
 def test_one_process_packs_whole_sequences_as_a_static_plan_does() -> None:
