@@ -1,5 +1,6 @@
 """Foldings of one tiny model that have every part: dense first layer, shared expert, MTP, both kinds of attention."""
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -116,11 +117,15 @@ def ran(trainer: Trainer, losses: list[float], grad_norms: list[float]) -> Ran:
     return Ran(losses, grad_norms, weights_of(trainer), biases)
 
 
+def ran_steps(trainer: Trainer, numbers: Iterable[int]) -> Ran:
+    """The state after the steps of these numbers, with their losses and norms."""
+    results = [trainer.step(number) for number in numbers]
+    return ran(trainer, [result.loss for result in results], [result.grad_norm for result in results])
+
+
 def train_folded(rank: int, model: str, num_gpus: int, changes: dict[str, Any]) -> Ran:
     """All steps of one plan; every rank of it calls this together, and others return at once."""
-    trainer = build_trainer(rank, tiny_plan(MODELS[model], num_gpus, **changes), RUN)
-    results = [trainer.step(number) for number in range(STEPS)]
-    return ran(trainer, [result.loss for result in results], [result.grad_norm for result in results])
+    return ran_steps(build_trainer(rank, tiny_plan(MODELS[model], num_gpus, **changes), RUN), range(STEPS))
 
 
 def train_on_hosts(rank: int, model: str, num_gpus: int, changes: dict[str, Any], ranks_per_host: int) -> Ran:
@@ -141,6 +146,14 @@ def assert_equals_alone(pools: Pools, case: tuple[int, str, dict[str, Any]]) -> 
     num_gpus, model, changes = case
     expected = alone(model, changes.get("mbs", 1), packed_lengths=changes.get("packed_lengths", ()))
     assert_same_run(expected, pools[num_gpus].run(train_folded, model, num_gpus, changes))
+
+
+def quick_and_slow(quick: Mapping[str, Any], slow: Mapping[str, Any]) -> list[Any]:
+    """Cases of a test by their names, of which those of the second table run with the slow ones alone."""
+    return [
+        *(pytest.param(case, id=name) for name, case in quick.items()),
+        *(pytest.param(case, id=name, marks=pytest.mark.slow) for name, case in slow.items()),
+    ]
 
 
 def assert_same_run(expected: Ran, ranks: list[Ran]) -> None:

@@ -26,6 +26,7 @@ from tests.executor.folding_cases import (
     assert_same_run,
     assert_same_state,
     ran,
+    ran_steps,
 )
 from tests.executor.pools import Pools
 
@@ -86,8 +87,7 @@ def go_on(rank: int, model: str, side: Side, run: RunConfig) -> Ran:
     trainer.tokens = open_tokens(trainer.plan, RUN)
     assert trainer.checkpoints is not None
     first = trainer.checkpoints.load()
-    results = [trainer.step(number) for number in range(first, STEPS)]
-    return ran(trainer, [result.loss for result in results], [result.grad_norm for result in results])
+    return ran_steps(trainer, range(first, STEPS))
 
 
 def everywhere(pools: Pools, num_gpus: int, function: Any, *arguments: Any) -> list[Any]:

@@ -12,7 +12,7 @@ import torch
 from moeplan.cp_schedule import PlacedPack
 from moeplan.executor import pack_batches
 from moeplan.executor.step_log import StepLog
-from moeplan.executor.train import Trainer, train
+from moeplan.executor.train import train
 from moeplan.flops import training_flops_per_token
 from moeplan.hwprofiles.load import load_profile
 from moeplan.plan import Plan
@@ -20,7 +20,7 @@ from moeplan.simulator.pack_costs import PackCosts
 from moeplan.simulator.stack import load_stack
 from moeplan.step_packs import step_packs
 from tests.executor.cases import build_trainer, tiny_plan
-from tests.executor.folding_cases import MODELS, RUN, TOLERANCE, Ran, assert_same_run, ran
+from tests.executor.folding_cases import MODELS, RUN, TOLERANCE, Ran, assert_same_run, quick_and_slow, ran_steps
 from tests.executor.pools import Pools
 from tests.executor.traffic import counting_traffic
 
@@ -44,12 +44,7 @@ def dynamic_plan(model: str, num_gpus: int, mix: str, **changes: Any) -> Plan:
 
 def train_dynamic(rank: int, model: str, num_gpus: int, mix: str, changes: dict[str, Any]) -> Ran:
     """All steps of one plan; every rank of it calls this together."""
-    return ran_steps(build_trainer(rank, dynamic_plan(model, num_gpus, mix, **changes), RUN))
-
-
-def ran_steps(trainer: Trainer) -> Ran:
-    results = [trainer.step(number) for number in range(STEPS)]
-    return ran(trainer, [result.loss for result in results], [result.grad_norm for result in results])
+    return ran_steps(build_trainer(rank, dynamic_plan(model, num_gpus, mix, **changes), RUN), range(STEPS))
 
 
 @lru_cache
@@ -89,22 +84,12 @@ def test_the_log_counts_flops_of_documents_not_of_whole_sequences(tmp_path: Path
 
 
 def test_one_process_packs_whole_sequences_as_a_static_plan_does() -> None:
-    static = ran_steps(build_trainer(0, tiny_plan(MODELS["gqa"], 1), RUN))
+    static = ran_steps(build_trainer(0, tiny_plan(MODELS["gqa"], 1), RUN), range(STEPS))
     assert_same_run(static, [alone_dynamic("gqa", "whole sequences")])
 
 
-@pytest.mark.parametrize("case", QUICK)
-def test_any_mix_of_lengths_equals_one_process(pools: Pools, case: str) -> None:
-    assert_equals_one_process(pools, QUICK[case])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", REST)
-def test_every_kind_of_plan_equals_one_process(pools: Pools, case: str) -> None:
-    assert_equals_one_process(pools, REST[case])
-
-
-def assert_equals_one_process(pools: Pools, case: tuple[int, str, str, dict[str, Any]]) -> None:
+@pytest.mark.parametrize("case", quick_and_slow(QUICK, REST))
+def test_any_mix_of_lengths_equals_one_process(pools: Pools, case: tuple[int, str, str, dict[str, Any]]) -> None:
     num_gpus, model, mix, changes = case
     ranks = pools[num_gpus].run(train_dynamic, model, num_gpus, mix, changes)
     assert_same_run(alone_dynamic(model, mix), ranks)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.executor.folding_cases import alone, assert_equals_alone, assert_same_run, train_on_hosts
+from tests.executor.folding_cases import alone, assert_equals_alone, assert_same_run, quick_and_slow, train_on_hosts
 from tests.executor.pools import Pools
 
 PAIRS = {"cp_comm": "a2a+p2p", "cp_a2a_size": 2}
@@ -169,32 +169,16 @@ REST_DISPATCHED: dict[str, tuple[int, str, dict[str, Any], int]] = {
 }
 
 
-@pytest.mark.parametrize("folding", QUICK)
-def test_folded_equals_alone(pools: Pools, folding: str) -> None:
-    assert_equals_alone(pools, QUICK[folding])
+@pytest.mark.parametrize("case", quick_and_slow(QUICK, REST))
+def test_folded_equals_alone(pools: Pools, case: tuple[int, str, dict[str, Any]]) -> None:
+    assert_equals_alone(pools, case)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("folding", REST)
-def test_other_foldings_equal_alone(pools: Pools, folding: str) -> None:
-    assert_equals_alone(pools, REST[folding])
-
-
-def check_dispatched(pools: Pools, case: tuple[int, str, dict[str, Any], int]) -> None:
+@pytest.mark.parametrize("case", quick_and_slow(DISPATCHED, REST_DISPATCHED))
+def test_dispatched_equals_alone(pools: Pools, case: tuple[int, str, dict[str, Any], int]) -> None:
     num_gpus, model, changes, ranks_per_host = case
     expected = alone(model, changes.get("mbs", 1), changes.get("routing", "balanced"))
     assert_same_run(expected, pools[num_gpus].run(train_on_hosts, model, num_gpus, changes, ranks_per_host))
-
-
-@pytest.mark.parametrize("folding", DISPATCHED)
-def test_dispatched_equals_alone(pools: Pools, folding: str) -> None:
-    check_dispatched(pools, DISPATCHED[folding])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("folding", REST_DISPATCHED)
-def test_other_dispatchers_equal_alone(pools: Pools, folding: str) -> None:
-    check_dispatched(pools, REST_DISPATCHED[folding])
 
 
 def test_training_moves() -> None:

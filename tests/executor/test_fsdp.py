@@ -18,7 +18,7 @@ from moeplan.run_config import RunConfig
 from moeplan.simulator.memory import memory_by_rank
 from moeplan.simulator.stack import load_stack
 from tests.executor.cases import build_trainer, tiny_plan
-from tests.executor.folding_cases import MODELS, Ran, assert_same_run, ran
+from tests.executor.folding_cases import MODELS, Ran, assert_same_run, ran_steps
 from tests.executor.gloo_pool import GlooPool, gloo_pool
 
 RUN = RunConfig(lr=3e-3)
@@ -171,8 +171,7 @@ def trained_by_class(rank: int, num_gpus: int, changes: dict[str, Any]) -> Ran:
     """Steps of a model whose embedding, which is its head too, is most of it."""
     model = MODELS["mla"].model_copy(update={"vocab_size": 2048})
     trainer = build_trainer(rank, tiny_plan(model, num_gpus, **changes), RUN)
-    results = [trainer.step(number) for number in range(2)]
-    return ran(trainer, [result.loss for result in results], [result.grad_norm for result in results])
+    return ran_steps(trainer, range(2))
 
 
 def test_what_pipeline_ranks_share_is_cut_alike_on_each(pool: GlooPool) -> None:

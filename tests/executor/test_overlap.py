@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.executor.cases import build_trainer, tiny_plan
-from tests.executor.folding_cases import GQA, RUN, alone, assert_equals_alone, assert_same_run
+from tests.executor.folding_cases import GQA, RUN, alone, assert_equals_alone, assert_same_run, quick_and_slow
 from tests.executor.offload_cases import train_sending_everything
 from tests.executor.pools import Pools
 
@@ -103,15 +103,9 @@ SENT: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("folding", QUICK)
-def test_overlapped_equals_alone(pools: Pools, folding: str) -> None:
-    assert_equals_alone(pools, QUICK[folding])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("folding", REST)
-def test_other_overlaps_equal_alone(pools: Pools, folding: str) -> None:
-    assert_equals_alone(pools, REST[folding])
+@pytest.mark.parametrize("case", quick_and_slow(QUICK, REST))
+def test_overlapped_equals_alone(pools: Pools, case: tuple[int, str, dict[str, Any]]) -> None:
+    assert_equals_alone(pools, case)
 
 
 @pytest.mark.slow
