@@ -133,6 +133,13 @@ def test_shares_of_the_report(report_plan: Plan) -> None:
     assert 0.30 < share(deduplicated, H100, "dispatch") < 0.40
 
 
+def test_gemms_are_most_of_a_dense_step() -> None:
+    """Report section 1.2: about 70 % of Llama 3 405B's."""
+    degrees = {"tp": 8, "pp": 8, "vp": 7, "num_gpus": 512, "seq_len": 4096, "global_batch_size": 512}
+    plan = Plan(model=load_model("llama3.1-405b"), hardware="h100", stack=STACK.name, precision="bf16", **degrees)
+    assert share(plan, H100, "dense_gemm") == pytest.approx(0.70, abs=0.05)
+
+
 def test_overlap_leaves_less_than_a_twentieth_of_the_step_exposed(report_plan: Plan) -> None:
     """Report section 4.2.3: EP64 over 8 H100 nodes with DeepEP, exchanges in the five-step schedule, < 5 % exposed.
 
