@@ -49,7 +49,7 @@ class ForwardsFirst(Pipeline):
 def reordered(rank: int, plan: Plan) -> list[float]:
     """Losses of two steps in that order."""
     trainer = build_trainer(rank, plan, RUN)
-    trainer.pipeline = ForwardsFirst(plan, trainer.mesh, trainer.model)
+    trainer.pipeline = ForwardsFirst(plan, trainer.mesh, trainer.model, trainer.pipeline.shape)
     return [trainer.step(number).loss for number in range(2)]
 
 
