@@ -5,8 +5,8 @@ context parallelism a part of each), H hidden, N heads of this rank, D width of 
 """
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -115,8 +115,7 @@ def packed_attention(
     return torch.cat(outs, 1)
 
 
-@dataclass(frozen=True)
-class _Place:
+class _Place(NamedTuple):
     """What attention knows of its tokens: how many of each sequence, rotary tables, and who sees whom."""
 
     seq_len: int

@@ -165,5 +165,12 @@ def tensors_of(model: nn.Module) -> Iterator[Tensor]:
     """Parameters of a model, and tensors that its modules hold beside them."""
     yield from model.parameters()
     for module in model.modules():
-        for value in vars(module).values():
-            yield from (one for one in (value if isinstance(value, tuple) else (value,)) if isinstance(one, Tensor))
+        yield from _tensors_in(tuple(vars(module).values()))
+
+
+def _tensors_in(values: tuple[object, ...]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, tuple):
+            yield from _tensors_in(value)
