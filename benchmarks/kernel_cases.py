@@ -31,7 +31,8 @@ from moeplan.kernels.rotary import rotary_tables
 from moeplan.kernels.router import RouterOptions, Routing, route, route_reference
 from moeplan.kernels.row_map import RowMap, row_map
 from moeplan.kernels.weight_grad_pairs import Operands
-from moeplan.model_spec import GqaAttention, Moe
+from moeplan.mixers import GqaAttention
+from moeplan.model_spec import Moe
 from moeplan.plan import Plan
 
 BF16, FP32 = 2, 4

@@ -25,7 +25,7 @@ from moeplan.executor.train import Trainer
 from moeplan.files import read_toml, validate
 from moeplan.hwprofiles.load import load_profile
 from moeplan.hwprofiles.schema import HardwareProfile
-from moeplan.model_spec import GqaAttention
+from moeplan.mixers import GqaAttention
 from moeplan.plan import Plan
 from moeplan.run_config import RunConfig
 from moeplan.vocabulary import OpFamily

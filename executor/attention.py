@@ -28,7 +28,8 @@ from moeplan.executor.scopes import scope
 from moeplan.kernels.norm import rms_norm
 from moeplan.kernels.rotary import apply_rotary
 from moeplan.kernels.split_qkv import split_qkv
-from moeplan.model_spec import GqaAttention, MlaAttention, YarnScaling
+from moeplan.mixers import GqaAttention, MlaAttention
+from moeplan.model_spec import YarnScaling
 from moeplan.plan import Plan
 
 # One H200, 4 x 4096, 32 heads of 128: cuDNN 548 TFLOP/s forward and 453 backward, torch's flash attention 321 and 250.

@@ -8,6 +8,7 @@ from moeplan.errors import InvalidInputError
 from moeplan.executor.routing_files import check_replay
 from moeplan.hf_export import hf_config_of
 from moeplan.hf_folder import check_model, open_folder
+from moeplan.mixers import GqaAttention
 from moeplan.model_spec import ModelSpec
 from moeplan.plan import Plan
 from moeplan.run_config import RunConfig
@@ -136,7 +137,13 @@ def _primary_weight_limits(plan: Plan) -> Iterator[tuple[str, object, str, str]]
 
 
 def _model_limits(model: ModelSpec, etp: int) -> Iterator[tuple[str, object, str, str]]:
-    moe = model.moe
+    moe, attention = model.moe, model.attention
+    if model.linear_mixer is not None:
+        yield "model.linear_mixer", model.linear_mixer.kind, "none in what is trained", "predict such plans only"
+    if isinstance(attention, GqaAttention) and (attention.output_gate or not attention.rotary):
+        yield "model.attention", "output_gate or no rotary", "plain attention in what is trained", "predict such plans"
+    if model.layer_pattern or (moe is not None and moe.latent_size):
+        yield "model", "layer_pattern or moe.latent_size", "neither in what is trained", "predict such plans only"
     if moe is not None and moe.mlp_bias and model.hidden_size % etp:
         allowed = f"expert biases where etp divides model.hidden_size {model.hidden_size}"
         yield "etp", etp, allowed, "lower etp"

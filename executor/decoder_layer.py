@@ -37,7 +37,7 @@ class DecoderLayer(nn.Module):
         self.mlp_norm = table.add_norm(f"layers.{layer}.mlp_norm.weight", model.hidden_size)
         self.mlp: nn.Module
         kind = model.layer_kinds[layer] if layer < model.num_layers else model.mtp_kind
-        if kind == "moe" and model.moe is not None:
+        if kind.mlp == "moe" and model.moe is not None:
             self.mlp = MoeBlock(plan, model.moe, layer, mesh, table)
             self.recompute_mlp = "moe" in recompute
         else:

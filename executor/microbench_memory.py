@@ -12,7 +12,8 @@ from moeplan.executor.measure import peak_resident_bytes, reset_peak_resident, r
 from moeplan.executor.mesh import build_mesh
 from moeplan.executor.microbench_window import Reading, Window
 from moeplan.executor.train import Trainer
-from moeplan.model_spec import GqaAttention, ModelSpec, Moe
+from moeplan.mixers import GqaAttention
+from moeplan.model_spec import ModelSpec, Moe
 from moeplan.plan import Plan
 from moeplan.run_config import RunConfig
 

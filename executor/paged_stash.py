@@ -131,7 +131,7 @@ def layers_in_flight(plan: Plan, rank: int) -> int:
     """Most MoE layers of a pipeline rank, each of one micro-batch, between their forward and their backward."""
     kinds, model = plan.model.layer_kinds, plan.model
     sizes = [
-        sum(kinds[layer] == "moe" for layer in stage.layers) + stage.num_mtp * (model.mtp_kind == "moe")
+        sum(kinds[layer].mlp == "moe" for layer in stage.layers) + stage.num_mtp * (model.mtp_kind.mlp == "moe")
         for stage in plan.pipeline.stages_of_rank(plan.pp, rank)
     ]
     schedule = (plan.pp, plan.vp, plan.num_micro_batches, rank, plan.micro_batch_group_size)

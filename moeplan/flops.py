@@ -6,7 +6,9 @@ permutation, recompute and optimizer not (report section 9.2). Two per multiply-
 
 from collections.abc import Sequence
 
-from moeplan.model_spec import GqaAttention, LayerKind, MlaAttention, ModelSpec
+from moeplan.mixers import GqaAttention, Mamba2, MlaAttention
+from moeplan.model_spec import LayerKind, ModelSpec
+from moeplan.parameters import linear_mixer_projection
 
 
 def attention_linear_macs(model: ModelSpec) -> float:
@@ -25,6 +27,32 @@ def attention_linear_macs(model: ModelSpec) -> float:
         )
     query_size, kv_size = heads * width, attention.num_kv_heads * width
     return hidden * (query_size + 2 * kv_size) + query_size * hidden
+
+
+def linear_mixer_macs(model: ModelSpec) -> float:
+    """Multiply-adds per token of one linear mixer: projections and the recurrence, whatever the sequence length.
+
+    Of the recurrence Megatron counts 7 operations on each element of Mamba-2's state and 8 (with the convolution's) of
+    the delta rule's. Its counter takes an inner width of twice the hidden size; here it is the model's own.
+    """
+    mixer, hidden = model.linear_mixer, model.hidden_size
+    if mixer is None:
+        return 0.0
+    projections = hidden * (linear_mixer_projection(mixer) + mixer.inner_size)
+    if isinstance(mixer, Mamba2):
+        return projections + 3.5 * mixer.inner_size * mixer.state_size
+    return (
+        projections + mixer.conv_kernel * mixer.conv_size + 4 * mixer.num_v_heads * mixer.k_head_dim * mixer.v_head_dim
+    )
+
+
+def mixer_macs(
+    model: ModelSpec, kind: LayerKind, layer: int | None, seq_len: float, packed_lengths: Sequence[float] = ()
+) -> float:
+    """Multiply-adds per token of what mixes tokens in one layer."""
+    if kind.mixer == "attention":
+        return attention_linear_macs(model) + attention_core_macs(model, layer, seq_len, packed_lengths)
+    return linear_mixer_macs(model) if kind.mixer == "linear" else 0.0
 
 
 def mean_keys_per_token(
@@ -67,7 +95,8 @@ def attention_flops_by_window(model: ModelSpec) -> dict[int | None, float]:
     attention = model.attention
     layer_flops = 6.0 * attention.num_heads * (attention.qk_head_dim + attention.v_head_dim)
     found: dict[int | None, float] = {}
-    for layer in (*range(model.num_layers), *(None,) * model.num_mtp_layers):
+    attending = [layer for layer, kind in enumerate(model.layer_kinds) if kind.mixer == "attention"]
+    for layer in (*attending, *(None,) * model.num_mtp_layers):
         window = _window(model, layer)
         found[window] = found.get(window, 0.0) + layer_flops
     return found
@@ -80,10 +109,13 @@ def seen_keys(length: float, window: int | None) -> float:
 
 def mlp_macs(model: ModelSpec, kind: LayerKind) -> float:
     """Multiply-adds per token of the MLP or of the chosen and shared experts of one layer."""
-    if kind == "dense" or model.moe is None:
-        return model.mlp_matrices * model.hidden_size * model.dense_ffn_size
-    moe = model.moe
-    return model.mlp_matrices * model.hidden_size * (moe.top_k * moe.expert_ffn_size + moe.shared_ffn_size)
+    hidden, moe = model.hidden_size, model.moe
+    if kind.mlp == "dense":
+        return model.mlp_matrices * hidden * model.dense_ffn_size
+    if kind.mlp == "none" or moe is None:
+        return 0.0
+    routed = model.expert_hidden_size * moe.top_k * moe.expert_ffn_size
+    return model.mlp_matrices * (routed + hidden * moe.shared_ffn_size) + 2 * hidden * moe.latent_size
 
 
 def training_flops_per_token(model: ModelSpec, seq_len: float, packed_lengths: Sequence[float] = ()) -> float:
@@ -94,8 +126,8 @@ def training_flops_per_token(model: ModelSpec, seq_len: float, packed_lengths: S
     hidden, depth = model.hidden_size, model.num_mtp_layers
     layers: list[tuple[LayerKind, int | None]] = [(kind, index) for index, kind in enumerate(model.layer_kinds)]
     layers += [(model.mtp_kind, None)] * depth
-    linear = attention_linear_macs(model)
-    cores = {index: attention_core_macs(model, index, seq_len, packed_lengths) for _, index in layers}
-    macs = sum(linear + cores[index] + mlp_macs(model, kind) for kind, index in layers)
+    macs = sum(
+        mixer_macs(model, kind, index, seq_len, packed_lengths) + mlp_macs(model, kind) for kind, index in layers
+    )
     macs += depth * (3 * hidden + 2 * hidden**2) + (1 + depth) * hidden * model.vocab_size
     return 6.0 * macs

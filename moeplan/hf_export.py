@@ -9,7 +9,8 @@ from typing import Any
 from moeplan.errors import InvalidInputError
 from moeplan.hf_config import ACTIVATIONS, model_from_hf_config
 from moeplan.hf_rope import rope_config
-from moeplan.model_spec import GqaAttention, MlaAttention, ModelSpec
+from moeplan.mixers import GqaAttention, MlaAttention
+from moeplan.model_spec import ModelSpec
 
 # Class by family, in the order in which families are tried.
 ARCHITECTURES = {
@@ -67,7 +68,7 @@ def _comparable(model: ModelSpec) -> dict[str, Any]:
         router["group_score_experts"] = router["group_score_experts"] or usual
         if router["num_groups"] == 1:
             router |= {"top_groups": 1, "group_score_experts": None}
-    if "dense" not in model.layer_kinds:
+    if not model.has_dense_mlp:
         data["dense_ffn_size"] = 0  # a width that no layer has
     return data
 

@@ -3,7 +3,8 @@
 import re
 from dataclasses import dataclass
 
-from moeplan.model_spec import GqaAttention, MlaAttention, ModelSpec
+from moeplan.mixers import GqaAttention, MlaAttention
+from moeplan.model_spec import ModelSpec
 from moeplan.weights import weight_shapes
 
 

@@ -12,11 +12,11 @@ from functools import cached_property, lru_cache
 from itertools import accumulate, groupby, pairwise
 
 from moeplan.errors import InvalidInputError
-from moeplan.model_spec import ModelSpec
+from moeplan.model_spec import LayerKind, ModelSpec
 
 # Weights of the balance rule, in MoE layers (report section 8: embedding and three dense layers about two MoE layers;
 # an MTP depth costs a layer and a head). The loss is a head GEMM and a cross entropy of the model and of every depth.
-EMBEDDING_WEIGHT, DENSE_WEIGHT, MOE_WEIGHT, MTP_WEIGHT, HEAD_WEIGHT = 0.2, 0.6, 1.0, 1.0, 1.0
+EMBEDDING_WEIGHT, MIXER_WEIGHT, DENSE_WEIGHT, MOE_WEIGHT, MTP_WEIGHT, HEAD_WEIGHT = 0.2, 0.4, 0.2, 0.6, 1.0, 1.0
 _GROUP = re.compile(r"\(([^()]*)\)(?:\*(\d+))?")
 _REPEAT = re.compile(r"([EtmL|])\*(\d+)")
 _MAX_SYMBOLS = 100_000
@@ -146,7 +146,7 @@ def balanced_layout(model: ModelSpec, num_stages: int, head_weight: float = HEAD
     symbols = "E" + "t" * len(kinds) + "m" * model.num_mtp_layers + "L"
     weights = [
         EMBEDDING_WEIGHT,
-        *(MOE_WEIGHT if kind == "moe" or model.moe is None else DENSE_WEIGHT for kind in kinds),
+        *(_layer_weight(model, kind) for kind in kinds),
         *[MTP_WEIGHT] * model.num_mtp_layers,
         head_weight * (1 + model.num_mtp_layers),
     ]
@@ -164,6 +164,12 @@ def balanced_layout(model: ModelSpec, num_stages: int, head_weight: float = HEAD
         raise AssertionError(f"no layout of {model.name} in {num_stages} stages")
     parts = [symbols[start:end] for start, end in pairwise(cuts)]
     return PipelineLayout.from_string("|".join(parts))
+
+
+def _layer_weight(model: ModelSpec, kind: LayerKind) -> float:
+    """A layer's time over that of one with attention and experts; in a model without experts, with a dense MLP."""
+    mlp = {"moe": MOE_WEIGHT, "dense": DENSE_WEIGHT if model.moe is not None else MOE_WEIGHT, "none": 0.0}[kind.mlp]
+    return mlp + (MIXER_WEIGHT if kind.mixer != "none" else 0.0)
 
 
 def _cut(weights: list[float], num_stages: int, cap: float) -> list[int] | None:

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 
-from moeplan.model_spec import MlaAttention, ModelSpec
+from moeplan.mixers import MlaAttention
+from moeplan.model_spec import ModelSpec
 from moeplan.pipeline_order import schedule_problem
 from moeplan.point import Point
 from moeplan.vocabulary import PRECISIONS, RecomputeModule

@@ -2,76 +2,38 @@
 
 import math
 from functools import cached_property
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, NamedTuple, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
+from moeplan.mixers import Attention, GqaAttention, LinearMixer
 from moeplan.record import Record
 
-LayerKind = Literal["dense", "moe"]
 MAX_LAYERS = 1024  # several times the deepest model there is; far more is a slip of the pen that no plan survives
 
 
-class GqaAttention(Record):
-    """Grouped-query attention; multi-head where ``num_kv_heads == num_heads``."""
+class LayerKind(NamedTuple):
+    """The blocks of a layer, each after a norm and added to the residual stream; a hybrid's layer may have one."""
 
-    kind: Literal["gqa"] = "gqa"
-    num_heads: PositiveInt
-    num_kv_heads: PositiveInt
-    head_dim: PositiveInt
-    qk_norm: bool = False
-    qkv_bias: bool = False
-    out_bias: bool = False
-    sinks: bool = Field(default=False, description="one learned softmax sink per head (GPT-OSS)")
-    sliding_window: PositiveInt | None = Field(default=None, description="keys seen by a windowed layer")
-    sliding_period: PositiveInt = Field(
-        default=1, description="one layer in this many is windowed, the first included; the rest see all keys"
-    )
-    rotary_dim: int = Field(default=0, ge=0, description="leading channels of a head that are rotated, 0 for all")
-
-    @model_validator(mode="after")
-    def _heads_divide(self) -> Self:
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
-        if self.rotary_dim % 2 or self.rotary_dim > self.head_dim:
-            raise ValueError(f"rotary_dim {self.rotary_dim} is not an even number up to head_dim {self.head_dim}")
-        return self
+    mixer: Literal["attention", "linear", "none"] = "attention"
+    mlp: Literal["dense", "moe", "none"] = "dense"
 
     @property
-    def qk_head_dim(self) -> int:
-        return self.head_dim
-
-    @property
-    def v_head_dim(self) -> int:
-        return self.head_dim
-
-
-class MlaAttention(Record):
-    """Multi-head latent attention (DeepSeek-V2 and later); ``q_lora_rank == 0`` projects queries directly."""
-
-    kind: Literal["mla"] = "mla"
-    num_heads: PositiveInt
-    q_lora_rank: int = Field(ge=0)
-    kv_lora_rank: PositiveInt
-    qk_nope_head_dim: PositiveInt
-    qk_rope_head_dim: PositiveInt
-    v_head_dim: PositiveInt
-
-    @property
-    def num_kv_heads(self) -> int:
-        """Keys and values are expanded to every head in training."""
-        return self.num_heads
-
-    @property
-    def qk_head_dim(self) -> int:
-        return self.qk_nope_head_dim + self.qk_rope_head_dim
-
-    @property
-    def sliding_window(self) -> None:
-        return None
+    def label(self) -> str:
+        """The name in reports: of what tells the layer from those of a plain transformer."""
+        if self.mixer == "attention":
+            return "attention" if self.mlp == "none" else self.mlp
+        return self.mlp if self.mixer == "none" else f"{self.mixer}_{self.mlp}".removesuffix("_none")
 
 
-Attention = Annotated[GqaAttention | MlaAttention, Field(discriminator="kind")]
+DENSE_LAYER, MOE_LAYER = LayerKind("attention", "dense"), LayerKind("attention", "moe")
+# One symbol a layer, as Megatron's hybrid patterns write them.
+PATTERN_SYMBOLS = {
+    "M": LayerKind("linear", "none"),
+    "*": LayerKind("attention", "none"),
+    "-": LayerKind("none", "dense"),
+    "E": LayerKind("none", "moe"),
+}
 
 
 class YarnScaling(Record):
@@ -158,6 +120,9 @@ class Moe(Record):
     shared_ffn_size: int = Field(default=0, ge=0, description="total width of the shared experts, 0 for none")
     shared_gate: bool = Field(default=False, description="sigmoid gate on the shared expert's output (Qwen2-MoE)")
     mlp_bias: bool = False
+    latent_size: int = Field(
+        default=0, ge=0, description="width that routed experts work in, between two projections; 0: hidden_size"
+    )
     router: Router = Router()
 
     @model_validator(mode="after")
@@ -180,6 +145,13 @@ class ModelSpec(Record):
     hidden_size: PositiveInt
     vocab_size: PositiveInt
     attention: Attention
+    linear_mixer: LinearMixer | None = None
+    attention_period: PositiveInt = Field(
+        default=1, description="the last of each such many layers attends, the others run linear_mixer"
+    )
+    layer_pattern: str = Field(
+        default="", description="layers of one block each: M linear_mixer, * attention, - dense MLP, E experts"
+    )
     dense_ffn_size: int = Field(default=0, ge=0)
     moe: Moe | None = None
     num_dense_layers: int = Field(default=0, ge=0, description="dense layers before the first MoE layer")
@@ -201,9 +173,24 @@ class ModelSpec(Record):
             raise ValueError("a model without moe needs dense_ffn_size")
         if self.num_dense_layers > self.num_layers:
             raise ValueError(f"num_dense_layers {self.num_dense_layers} exceeds num_layers {self.num_layers}")
-        if "dense" in self.layer_kinds and self.dense_ffn_size == 0:
+        self._check_pattern()
+        if any(kind.mlp == "dense" for kind in self.layer_kinds) and self.dense_ffn_size == 0:
             raise ValueError("dense layers need dense_ffn_size")
+        if any(kind.mlp == "moe" for kind in self.layer_kinds) and self.moe is None:
+            raise ValueError("layers of experts (E) need moe")
+        if any(kind.mixer == "linear" for kind in self.layer_kinds) != (self.linear_mixer is not None):
+            raise ValueError("linear_mixer goes with layers that run it: M in layer_pattern, or attention_period > 1")
         return self
+
+    def _check_pattern(self) -> None:
+        if not self.layer_pattern:
+            return
+        if unknown := sorted(set(self.layer_pattern) - set(PATTERN_SYMBOLS)):
+            raise ValueError(f"layer_pattern has {unknown[0]!r}; its symbols are {' '.join(PATTERN_SYMBOLS)}")
+        if len(self.layer_pattern) != self.num_layers:
+            raise ValueError(f"layer_pattern has {len(self.layer_pattern)} symbols for {self.num_layers} layers")
+        if self.num_dense_layers or (self.moe_layer_period, self.attention_period) != (1, 1):
+            raise ValueError("layer_pattern says of each layer what it is; leave out periods and num_dense_layers")
 
     @cached_property
     def fields_hash(self) -> int:
@@ -219,18 +206,36 @@ class ModelSpec(Record):
         return tuple(self._kind(layer) for layer in range(self.num_layers))
 
     def _kind(self, layer: int) -> LayerKind:
+        if self.layer_pattern:
+            return PATTERN_SYMBOLS[self.layer_pattern[layer]]
         after_dense = layer - self.num_dense_layers
         is_moe = (
             self.moe is not None
             and after_dense >= 0
             and after_dense % self.moe_layer_period == (self.moe_layer_period - 1)
         )
-        return "moe" if is_moe else "dense"
+        attends = layer % self.attention_period == self.attention_period - 1
+        return LayerKind("attention" if attends else "linear", "moe" if is_moe else "dense")
 
     @property
     def mtp_kind(self) -> LayerKind:
-        """Kind of an MTP layer: MoE where the model has experts."""
-        return "dense" if self.moe is None else "moe"
+        """Kind of an MTP layer: it attends, and has experts where the model has."""
+        return DENSE_LAYER if self.moe is None else MOE_LAYER
+
+    @property
+    def num_moe_layers(self) -> int:
+        """Decoder layers with experts."""
+        return sum(kind.mlp == "moe" for kind in self.layer_kinds)
+
+    @property
+    def has_dense_mlp(self) -> bool:
+        """Whether some decoder layer has a dense MLP."""
+        return any(kind.mlp == "dense" for kind in self.layer_kinds)
+
+    @property
+    def expert_hidden_size(self) -> int:
+        """Width of the rows that experts receive and return."""
+        return (self.moe.latent_size if self.moe is not None else 0) or self.hidden_size
 
     @property
     def is_gated(self) -> bool:
@@ -242,7 +247,7 @@ class ModelSpec(Record):
         return 3 if self.is_gated else 2
 
     def is_windowed(self, layer: int) -> bool:
-        """Whether decoder layer ``layer`` sees only its sliding window."""
+        """Whether decoder layer ``layer`` would see only its sliding window."""
         attention = self.attention
         return (
             isinstance(attention, GqaAttention)

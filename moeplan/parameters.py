@@ -2,17 +2,23 @@
 
 from dataclasses import dataclass
 
-from moeplan.model_spec import GqaAttention, LayerKind, MlaAttention, ModelSpec
+from moeplan.mixers import GatedDeltaNet, GqaAttention, LinearMixer, Mamba2, MlaAttention
+from moeplan.model_spec import MOE_LAYER, LayerKind, ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
 class LayerParameters:
-    """Elements of one layer. ``expert`` is one routed expert; ``norms`` all norm weights."""
+    """Elements of one layer. ``expert`` is one routed expert; ``norms`` all norm weights.
+
+    ``latent``: the projections to and from the width that experts work in.
+    """
 
     attention: int
+    linear_mixer: int
     norms: int
     dense_mlp: int
     router: int
+    latent: int
     shared_expert: int
     expert: int
     num_experts: int
@@ -25,7 +31,8 @@ class LayerParameters:
     @property
     def dense(self) -> int:
         """Everything outside the routed experts."""
-        return self.attention + self.norms + self.dense_mlp + self.router + self.shared_expert
+        mixers = self.attention + self.linear_mixer
+        return mixers + self.norms + self.dense_mlp + self.router + self.latent + self.shared_expert
 
     @property
     def total(self) -> int:
@@ -43,38 +50,62 @@ def attention_parameters(model: ModelSpec) -> int:
         expand = kv_rank * heads * (attention.qk_nope_head_dim + attention.v_head_dim)
         return query + compress + expand + heads * attention.v_head_dim * hidden
     query_size, kv_size = heads * width, attention.num_kv_heads * width
-    weights = hidden * (query_size + 2 * kv_size) + query_size * hidden
+    gate = query_size * attention.output_gate
+    weights = hidden * (query_size + gate + 2 * kv_size) + query_size * hidden
     biases = (query_size + 2 * kv_size) * attention.qkv_bias + hidden * attention.out_bias
     return weights + biases + heads * attention.sinks
 
 
-def norm_parameters(model: ModelSpec) -> int:
-    """Norm weights of one layer: two of width hidden, and those inside attention."""
+def linear_mixer_parameters(model: ModelSpec) -> int:
+    """Projections, convolution and per-head scalars of one linear mixer; its gated norm is counted as a norm."""
+    mixer, hidden = model.linear_mixer, model.hidden_size
+    if mixer is None:
+        return 0
+    weights = hidden * linear_mixer_projection(mixer) + mixer.conv_size * mixer.conv_kernel + mixer.inner_size * hidden
+    if isinstance(mixer, Mamba2):  # the convolution's bias; decay, skip and time step of a head
+        return weights + mixer.conv_size + 3 * mixer.num_heads
+    return weights + 2 * mixer.num_v_heads
+
+
+def linear_mixer_projection(mixer: LinearMixer) -> int:
+    """Columns of the input projection: what the convolution takes, the gate, and the scalars of a head."""
+    scalars = mixer.num_heads if isinstance(mixer, Mamba2) else 2 * mixer.num_v_heads
+    return mixer.conv_size + mixer.inner_size + scalars
+
+
+def norm_parameters(model: ModelSpec, kind: LayerKind) -> int:
+    """Norm weights of one layer: of width hidden before each block, and those inside attention or linear mixer."""
+    inner = 0
+    if kind.mixer == "attention":
+        inner = _attention_norms(model)
+    elif kind.mixer == "linear":
+        mixer = model.linear_mixer
+        inner = mixer.v_head_dim if isinstance(mixer, GatedDeltaNet) else mixer.inner_size if mixer else 0
+    return model.hidden_size * ((kind.mixer != "none") + (kind.mlp != "none")) + inner
+
+
+def _attention_norms(model: ModelSpec) -> int:
     attention = model.attention
     if isinstance(attention, GqaAttention):
-        inner = 2 * attention.head_dim if attention.qk_norm else 0
-    else:
-        inner = attention.q_lora_rank + attention.kv_lora_rank
-    return 2 * model.hidden_size + inner
+        return 2 * attention.head_dim if attention.qk_norm else 0
+    return attention.q_lora_rank + attention.kv_lora_rank
 
 
 def layer_parameters(model: ModelSpec, kind: LayerKind) -> LayerParameters:
     """Counts of one layer of the given kind."""
-    hidden, matrices = model.hidden_size, model.mlp_matrices
-    attention, norms = attention_parameters(model), norm_parameters(model)
-    moe = model.moe
-    if kind == "dense" or moe is None:
-        return LayerParameters(attention, norms, matrices * hidden * model.dense_ffn_size, 0, 0, 0, 0)
-    ffn = moe.expert_ffn_size
-    bias = moe.mlp_bias * ((matrices - 1) * ffn + hidden)
+    hidden, matrices, moe = model.hidden_size, model.mlp_matrices, model.moe
+    has_experts = moe is not None and kind.mlp == "moe"
+    bias = moe.mlp_bias * ((matrices - 1) * moe.expert_ffn_size + model.expert_hidden_size) if moe else 0
     return LayerParameters(
-        attention=attention,
-        norms=norms,
-        dense_mlp=0,
-        router=hidden * moe.num_experts + moe.num_experts * moe.mlp_bias,
-        shared_expert=matrices * hidden * moe.shared_ffn_size + hidden * moe.shared_gate,
-        expert=matrices * hidden * ffn + bias,
-        num_experts=moe.num_experts,
+        attention=attention_parameters(model) if kind.mixer == "attention" else 0,
+        linear_mixer=linear_mixer_parameters(model) if kind.mixer == "linear" else 0,
+        norms=norm_parameters(model, kind),
+        dense_mlp=matrices * hidden * model.dense_ffn_size if kind.mlp == "dense" else 0,
+        router=hidden * moe.num_experts + moe.num_experts * moe.mlp_bias if moe and has_experts else 0,
+        latent=2 * hidden * moe.latent_size if moe and has_experts else 0,
+        shared_expert=matrices * hidden * moe.shared_ffn_size + hidden * moe.shared_gate if moe and has_experts else 0,
+        expert=matrices * model.expert_hidden_size * moe.expert_ffn_size + bias if moe and has_experts else 0,
+        num_experts=moe.num_experts if moe and has_experts else 0,
     )
 
 
@@ -100,6 +131,6 @@ def active_parameters(model: ModelSpec) -> int:
     """Elements that take part in one token's forward pass, embedding and head included."""
     idle = 0
     if model.moe is not None:
-        layer = layer_parameters(model, "moe")
-        idle = model.layer_kinds.count("moe") * layer.expert * (model.moe.num_experts - model.moe.top_k)
+        expert = layer_parameters(model, MOE_LAYER).expert
+        idle = model.num_moe_layers * expert * (model.moe.num_experts - model.moe.top_k)
     return total_parameters(model) - idle

@@ -83,7 +83,7 @@ def check_upcycling(folder: HfFolder, model: ModelSpec) -> None:
             f"upcycle: model.num_mtp_layers: got {model.num_mtp_layers}, allowed: 0",
             "a dense checkpoint has no MTP layer",
         )
-    width = {} if "dense" in model.layer_kinds else {"dense_ffn_size": dense.dense_ffn_size}
+    width = {} if model.has_dense_mlp else {"dense_ffn_size": dense.dense_ffn_size}
     as_dense = {"moe": None, "num_dense_layers": 0, "moe_layer_period": 1, **width}
     check_same_model(folder, model.model_copy(update=as_dense))
     check_tensors(folder, dense)

@@ -5,7 +5,8 @@ Matrices are [out, in] but for routed experts, which are [in, out], as a grouped
 
 from collections.abc import Iterator
 
-from moeplan.model_spec import MlaAttention, ModelSpec
+from moeplan.mixers import MlaAttention
+from moeplan.model_spec import ModelSpec
 
 Shapes = Iterator[tuple[str, tuple[int, ...]]]
 
@@ -31,7 +32,7 @@ def _weights(model: ModelSpec) -> Shapes:
         yield f"{name}.attention_norm.weight", (hidden,)
         yield f"{name}.mlp_norm.weight", (hidden,)
         yield from _attention(model, f"{name}.attention")
-        if kind == "dense":
+        if kind.mlp == "dense":
             yield from _mlp(model, f"{name}.mlp", model.dense_ffn_size)
         else:
             yield from _experts(model, name)

@@ -60,13 +60,13 @@ def critical_phases(plan: Plan, profile: HardwareProfile, stack: SoftwareStack) 
     """Forward and backward of every kind of layer of the plan, without overlap with the other direction."""
     model, shape = step_model(plan.model, stack, profile), OpShape.of(plan.point, stack, profile)
     found: dict[str, CriticalPhase] = {}
-    parts = {part for stage in model.stage_parts(plan.point.layout) for part in stage if part.kind in ("dense", "moe")}
-    for part in sorted(parts, key=lambda one: (one.kind, one.layer)):
+    parts = {part for stage in model.stage_parts(plan.point.layout) for part in stage if part.layer_kind is not None}
+    for part in sorted(parts, key=lambda one: (one.label, one.layer)):
         time, ops = model.part_time(part, shape), forward_ops(plan.model, part, shape, stack)
         backward = backward_ops(ops, shape, stack.time)
         for phase, one, its_ops in (("forward", time.forward, ops), ("backward", time.backward, backward)):
-            critical = CriticalPhase(part.kind, phase, one.seconds, critical_path(one, its_ops))
-            found.setdefault(f"{part.kind} {phase}", critical)
+            critical = CriticalPhase(part.label, phase, one.seconds, critical_path(one, its_ops))
+            found.setdefault(f"{part.label} {phase}", critical)
     return list(found.values())
 
 

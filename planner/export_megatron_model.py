@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 
 from moeplan.errors import InvalidInputError
-from moeplan.model_spec import GqaAttention, Llama3Scaling, MlaAttention, ModelSpec, Moe, Router, YarnScaling
+from moeplan.mixers import GqaAttention, MlaAttention
+from moeplan.model_spec import Llama3Scaling, ModelSpec, Moe, Router, YarnScaling
 
 Flag = tuple[str, ...]
 
@@ -28,6 +29,8 @@ def model_flags(model: ModelSpec, seq_len: int) -> Iterator[Flag]:
     """Flags of all that ModelSpec says. Raises InvalidInputError for what Megatron-LM has no flag for."""
     if model.activation not in _ACTIVATION_FLAGS:
         raise _unknown("activation", model.activation, ", ".join(_ACTIVATION_FLAGS))
+    if model.linear_mixer is not None:
+        raise _unknown("linear_mixer", model.linear_mixer.kind, "models that attend in every layer")
     if model.moe is not None and model.moe.mlp_bias:
         raise _unknown("moe.mlp_bias", True, "experts without biases")
     yield ("use-mcore-models",)
@@ -129,7 +132,7 @@ def _check_scaling(scaling: Llama3Scaling | YarnScaling, fixed: dict[str, object
 def _moe_flags(model: ModelSpec, moe: Moe) -> Iterator[Flag]:
     yield "num-experts", str(moe.num_experts)
     yield "moe-ffn-hidden-size", str(moe.expert_ffn_size)
-    kinds = [int(kind == "moe") for kind in model.layer_kinds]
+    kinds = [int(kind.mlp == "moe") for kind in model.layer_kinds]
     if not all(kinds):
         yield "moe-layer-freq", "[" + ",".join(map(str, kinds)) + "]"
     if moe.shared_ffn_size:

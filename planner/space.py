@@ -6,7 +6,8 @@ from typing import Any
 
 from moeplan.errors import InvalidInputError
 from moeplan.hwprofiles.schema import HardwareProfile
-from moeplan.model_spec import MlaAttention, ModelSpec
+from moeplan.mixers import MlaAttention
+from moeplan.model_spec import ModelSpec
 from moeplan.planner.request import SearchRequest
 from moeplan.simulator.stack import SoftwareStack
 from moeplan.vocabulary import PrecisionName, RecomputeModule
@@ -133,7 +134,7 @@ def absent_modules(model: ModelSpec) -> frozenset[RecomputeModule]:
     absent: set[RecomputeModule] = set() if isinstance(model.attention, MlaAttention) else {"mla_up_proj"}
     absent |= {"moe", "moe_act"} if model.moe is None else set()
     absent |= {"shared_experts"} if model.moe is None or not model.moe.shared_ffn_size else set()
-    absent |= {"mlp"} if "dense" not in model.layer_kinds else set()
+    absent |= {"mlp"} if not model.has_dense_mlp else set()
     return frozenset(absent)
 
 

@@ -5,14 +5,14 @@ from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from moeplan.errors import InvalidInputError
-from moeplan.model_spec import ModelSpec
+from moeplan.model_spec import LayerKind, ModelSpec
 from moeplan.point import Point
 from moeplan.simulator.stack import SoftwareStack
 from moeplan.simulator.tensor_tables import TABLES, Component, Section, Storage, TableName, sizes_of
 from moeplan.vocabulary import PRECISIONS, OffloadModule, Precision, PrecisionName, RecomputeModule
 
 # An MTP depth is its layer and what joins its inputs; loss is the final norm and the head's input, on the last stage.
-ActivationKind = Literal["dense", "moe", "mtp", "loss"]
+ActivationKind = LayerKind | Literal["mtp", "loss"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +149,11 @@ def _saved_tensors(setting: _Setting) -> tuple[SavedTensor, ...]:
     )
     precision = PRECISIONS[setting.precision]
     tensors = []
-    for section in _sections(setting):
+    sections = _sections(setting)
+    first_input = next(
+        (row for section in sections for row in TABLES[setting.table][section] if row.is_block_input), None
+    )
+    for section in sections:
         for row in TABLES[setting.table][section]:
             size_bytes = row.elements(sizes) * setting.tokens * _element_bytes(row.storage, setting.precision)
             if size_bytes:
@@ -159,7 +163,7 @@ def _saved_tensors(setting: _Setting) -> tuple[SavedTensor, ...]:
                         component=row.component,
                         size_bytes=size_bytes,
                         dropped_by=row.dropped_by,
-                        kept_by_full=row.kept_by_full,
+                        kept_by_full=row.kept_by_full or row is first_input,
                         is_quantized=row.storage in _QUANTIZED and precision.quantized_bytes is not None,
                         offloaded_by=row.offloaded_by,
                     )
@@ -172,12 +176,16 @@ def _sections(setting: _Setting) -> tuple[Section, ...]:
     if setting.kind == "loss":
         return ("loss",)
     layer = setting.model.mtp_kind if setting.kind == "mtp" else setting.kind
-    if not TABLES[setting.table][layer]:
-        raise InvalidInputError(
-            f"the {setting.table} table has no {layer} layer, {setting.model.name} needs one",
-            "choose a stack that runs Mixture-of-Experts models, for example megatron-bridge-26.08",
-        )
-    return ("mtp", "attention", layer) if setting.kind == "mtp" else ("attention", layer)
+    blocks: list[Section] = ["mtp"] if setting.kind == "mtp" else []
+    blocks += [] if layer.mixer == "none" else [layer.mixer]
+    blocks += [] if layer.mlp == "none" else [layer.mlp]
+    for block in blocks:
+        if not TABLES[setting.table][block]:
+            raise InvalidInputError(
+                f"the {setting.table} table has no {block} layer, {setting.model.name} needs one",
+                "choose a stack that runs such models, for example megatron-bridge-26.08",
+            )
+    return tuple(blocks)
 
 
 def _element_bytes(storage: Storage, name: PrecisionName) -> float:

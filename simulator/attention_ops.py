@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Literal
 
 from moeplan.flops import mean_keys_per_token
-from moeplan.model_spec import GqaAttention, MlaAttention
+from moeplan.mixers import GqaAttention, MlaAttention
 from moeplan.simulator.layer_builder import NORM_BACKWARD, LayerBuilder
 from moeplan.simulator.op import Op
 from moeplan.vocabulary import RecomputeModule
@@ -23,6 +23,7 @@ def attention_ops(build: LayerBuilder, layer: int) -> list[Op]:
         build.memory("input_norm", 2 * shape.own_tokens * hidden, NORM_BACKWARD, modules=("layernorm",)),
         *project(build),
         *_attention_core(build, layer),
+        *_output_gate(build),
         *build.quantize("out_proj.quantize", (tokens * width, tokens * hidden), "elementwise", "before", "attention"),
         build.gemm("out_proj", (tokens, hidden, width)),
         *build.tp_collective("reduce_scatter", "attention_reduce_scatter", hidden),
@@ -35,7 +36,8 @@ def _gqa_projections(build: LayerBuilder) -> list[Op]:
     assert isinstance(attention, GqaAttention)
     hidden, tokens, tp = build.model.hidden_size, build.shape.gathered_tokens, build.shape.tp
     qk_width = (attention.num_heads + attention.num_kv_heads) * attention.head_dim / tp
-    qkv_width = qk_width + attention.num_kv_heads * attention.head_dim / tp
+    gate_width = attention.num_heads * attention.head_dim / tp * attention.output_gate
+    qkv_width = qk_width + gate_width + attention.num_kv_heads * attention.head_dim / tp
     ops = [
         *build.tp_collective("all_gather", "attention_all_gather", hidden),
         *build.quantize(
@@ -45,7 +47,15 @@ def _gqa_projections(build: LayerBuilder) -> list[Op]:
     ]
     if attention.qk_norm:
         ops.append(build.memory("qk_norm", 2 * tokens * qk_width, NORM_BACKWARD))
-    return [*ops, build.memory("rope", 2 * tokens * qk_width, 1.0)]
+    return [*ops, build.memory("rope", 2 * tokens * qk_width, 1.0)] if attention.rotary else ops
+
+
+def _output_gate(build: LayerBuilder) -> list[Op]:
+    """The sigmoid gate on the output: reads both, writes one; backward has a gradient more of each."""
+    attention, tokens = build.model.attention, build.shape.gathered_tokens
+    if not isinstance(attention, GqaAttention) or not attention.output_gate:
+        return []
+    return [build.memory("output_gate", 3 * tokens * attention.num_heads * attention.head_dim / build.shape.tp, 5 / 3)]
 
 
 def _mla_projections(build: LayerBuilder) -> list[Op]:
@@ -91,7 +101,7 @@ def _attention_core(build: LayerBuilder, layer: int) -> list[Op]:
     if shape.cp_comm == "all_gather":
         return [_gather_keys(build), core]
     if shape.cp_comm == "p2p":
-        return _ring(build, core, "rope")
+        return _ring(build, core, last_projection(build))
     inside = [core] if shape.cp_comm == "a2a" else _ring(build, core, "cp_split_heads")
     return [_split_heads(build, "cp_split_heads"), *inside, _split_heads(build, "cp_join_heads")]
 
@@ -160,6 +170,14 @@ def _ring(build: LayerBuilder, core: Op, before: str) -> list[Op]:
     first = _part(core, (ranks - 1) / ranks, name=core.name, after=(before,))
     last = _part(core, 1 / ranks, name="attention_core_last", after=(core.name, exchange.name))
     return [exchange, first, replace(last, num_kernels=0)]  # their kernels count once
+
+
+def last_projection(build: LayerBuilder) -> str:
+    """The op that makes queries and keys ready."""
+    attention = build.model.attention
+    if isinstance(attention, MlaAttention) or attention.rotary:
+        return "rope"
+    return "qk_norm" if attention.qk_norm else "qkv_proj"
 
 
 def _part(core: Op, part: float, *, name: str, after: tuple[str, ...]) -> Op:

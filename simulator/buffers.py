@@ -48,9 +48,9 @@ def buffer_bytes(
     sizes = _sizes(model, point.seq_len, point.etp, stack.fused_attention)
     head = element_bytes * -(-model.vocab_size // point.tp) * model.hidden_size if loss_bytes else 0.0
     placeholders, largest = _weight_gradient_elements(model, kinds, point.tp, point.etp, point.ep)
-    num_ranks = point.ep * point.etp if "moe" in kinds else 1
+    num_ranks = point.ep * point.etp if any(kind.mlp == "moe" for kind in kinds) else 1
     copies = sizes.top_k + (num_ranks if point.dispatcher == "allgather" else sizes.top_k)
-    rows = copies * sizes.hidden * token_bytes if num_ranks > 1 else 0.0
+    rows = copies * sizes.expert_hidden * token_bytes if num_ranks > 1 else 0.0
     # Gathered keys and values of all ranks, and their gradients before they are summed.
     num_keys = 2 * point.cp if point.cp_comm == "all_gather" and point.cp > 1 else 1
     working = max((_gradient_elements(sizes, kind, num_keys) for kind in kinds), default=0) * token_bytes
@@ -130,13 +130,18 @@ def _weight_gradient_elements(
 def _gradient_elements(sizes: Sizes, kind: LayerKind, num_keys: int) -> float:
     """Per token, input and output gradients of the operation of a layer with the largest ones.
 
-    Attention: of query, key, value (``num_keys`` times a rank's own), output and kept scores. MLP:
-    of the first matrix, or of the activation.
+    Attention: of query, key, value (``num_keys`` times a rank's own), output and kept scores; linear mixer: of its
+    projection and output. MLP: of the first matrix, or of the activation.
     """
-    attention = sizes.query + num_keys * (sizes.key + sizes.value) + sizes.attended + sizes.scores
-    if kind == "dense":
+    mixer = {
+        "attention": sizes.query + num_keys * (sizes.key + sizes.value) + sizes.attended + sizes.scores,
+        "linear": sizes.linear_projection + sizes.linear_inner,
+        "none": 0,
+    }[kind.mixer]
+    if kind.mlp == "none":
+        return mixer
+    if kind.mlp == "dense":
         first, hidden, rows = sizes.dense, sizes.hidden, 1
     else:
-        first, hidden, rows = sizes.expert, sizes.hidden * sizes.etp, sizes.top_k
-    mlp = rows * (sizes.projections * first + max(hidden, first))
-    return max(attention, mlp)
+        first, hidden, rows = sizes.expert, sizes.expert_hidden * sizes.etp, sizes.top_k
+    return max(mixer, rows * (sizes.projections * first + max(hidden, first)))

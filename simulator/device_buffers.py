@@ -29,9 +29,11 @@ def dispatcher_buffer_bytes(model: ModelSpec, point: Point, profile: HardwarePro
         return 0.0
     if point.flex_backend == "deepep":
         num_channels = (point.dispatch_sms or _DEEPEP_SMS) / 2
-        return _deepep_bytes(model.hidden_size, num_ranks, num_channels)
+        return _deepep_bytes(model.expert_hidden_size, num_ranks, num_channels)
     domain = int(min(num_ranks, profile.scale_up_domain_gpus.value))
-    return _hybridep_bytes(model.hidden_size, moe.num_experts * point.etp, point.tokens_per_rank, num_ranks, domain)
+    return _hybridep_bytes(
+        model.expert_hidden_size, moe.num_experts * point.etp, point.tokens_per_rank, num_ranks, domain
+    )
 
 
 @lru_cache(maxsize=4096)

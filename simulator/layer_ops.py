@@ -1,8 +1,9 @@
 """The forward ops of each part of a model, in program order, as one rank runs them for one micro-batch."""
 
-from moeplan.model_spec import ModelSpec
+from moeplan.model_spec import LayerKind, ModelSpec
 from moeplan.simulator.attention_ops import attention_ops
 from moeplan.simulator.layer_builder import ACTIVATION_BACKWARD, NORM_BACKWARD, LayerBuilder
+from moeplan.simulator.linear_ops import linear_mixer_ops
 from moeplan.simulator.moe_ops import moe_ops
 from moeplan.simulator.op import Op
 from moeplan.simulator.op_shapes import OpShape, Part
@@ -19,10 +20,21 @@ def forward_ops(model: ModelSpec, part: Part, shape: OpShape, stack: SoftwareSta
         return _loss(build)
     if part.kind == "mtp":
         return _mtp_projection(build)
-    attention = attention_ops(build, part.layer)
-    if part.kind == "moe" and model.moe is not None:
-        return [*attention, *moe_ops(build, model.moe)]
-    return [*attention, *_dense_mlp(build)]
+    return [*_mixer(build, part.kind, part.layer), *_mlp(build, part.kind)]
+
+
+def _mixer(build: LayerBuilder, kind: LayerKind, layer: int) -> list[Op]:
+    if kind.mixer == "attention":
+        return attention_ops(build, layer)
+    return (
+        linear_mixer_ops(build, build.model.linear_mixer) if kind.mixer == "linear" and build.model.linear_mixer else []
+    )
+
+
+def _mlp(build: LayerBuilder, kind: LayerKind) -> list[Op]:
+    if kind.mlp == "moe" and build.model.moe is not None:
+        return moe_ops(build, build.model.moe)
+    return _dense_mlp(build) if kind.mlp == "dense" else []
 
 
 def _dense_mlp(build: LayerBuilder) -> list[Op]:

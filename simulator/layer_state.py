@@ -74,20 +74,17 @@ def waiting_bytes(model: ModelSpec, point: Point, stack: SoftwareStack, chunks: 
     moe = model.moe
     if moe is None or not point.paired_wgrad:
         return 0.0
-    width, hidden = moe.expert_ffn_size / point.etp, model.hidden_size
+    width, hidden = moe.expert_ffn_size / point.etp, model.expert_hidden_size
     each = {"expert_fc1": hidden + (model.mlp_matrices - 1) * width, "expert_fc2": width + hidden}
     rows = point.tokens_per_rank * moe.top_k * point.etp * expert_row_factor(model, point, stack)
-    num_layers = sum(chunk.num_moe + (chunk.num_mtp if model.mtp_kind == "moe" else 0) for chunk in chunks)
+    num_layers = sum(chunk.num_moe(model) for chunk in chunks)
     row_bytes = sum(each[name] for name in point.paired_wgrad) * PRECISIONS[point.precision].activation_bytes
     return num_layers * rows * row_bytes
 
 
 def layer_counts(chunk: Chunk) -> Iterator[tuple[ActivationKind, int]]:
     """How many of each kind of layer one chunk runs."""
-    if chunk.num_dense:
-        yield "dense", chunk.num_dense
-    if chunk.num_moe:
-        yield "moe", chunk.num_moe
+    yield from chunk.layers
     if chunk.num_mtp:
         yield "mtp", chunk.num_mtp
     if chunk.has_loss:
@@ -95,7 +92,7 @@ def layer_counts(chunk: Chunk) -> Iterator[tuple[ActivationKind, int]]:
 
 
 def _num_layers(chunks: tuple[Chunk, ...]) -> int:
-    return sum(chunk.num_dense + chunk.num_moe + chunk.num_mtp for chunk in chunks)
+    return sum(chunk.num_layers for chunk in chunks)
 
 
 @lru_cache(maxsize=4096)

@@ -226,10 +226,7 @@ def _kinds(model: ModelSpec, chunks: tuple[Chunk, ...]) -> tuple[LayerKind, ...]
     """Kinds of layers a rank holds, MTP depths counted as the kind of their layer."""
     found: set[LayerKind] = set()
     for chunk in chunks:
-        if chunk.num_dense:
-            found.add("dense")
-        if chunk.num_moe:
-            found.add("moe")
+        found.update(kind for kind, _ in chunk.layers)
         if chunk.num_mtp:
             found.add(model.mtp_kind)
     return tuple(sorted(found))

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from math import log2
+from typing import Literal
 
 from moeplan.model_spec import Moe
 from moeplan.simulator.dispatch import LIBRARIES, PROBABILITY_BYTES, exchange_bytes, expected_distinct_bins, routed_load
@@ -99,7 +100,7 @@ def moe_ops(build: LayerBuilder, moe: Moe) -> list[Op]:
 def _gathering(build: LayerBuilder, moe: Moe, name: str, segment: Segment) -> list[Op]:
     """Dispatch or combine of the all-gather dispatcher: every token, with its probabilities, on every rank."""
     shape = build.shape
-    row_bytes = build.model.hidden_size * shape.element_bytes
+    row_bytes = build.model.expert_hidden_size * shape.element_bytes
     if segment == "dispatch":
         row_bytes += PROBABILITY_BYTES * moe.top_k
     return [
@@ -121,7 +122,7 @@ def _exchange(build: LayerBuilder, moe: Moe, name: str, segment: Segment) -> lis
     """Dispatch or combine; alltoall with etp > 1 adds a collective over the expert tensor-parallel group."""
     if build.shape.backend == "allgather":
         return _gathering(build, moe, name, segment)
-    shape, hidden = build.shape, build.model.hidden_size
+    shape, hidden = build.shape, build.model.expert_hidden_size
     token_bytes = hidden * shape.element_bytes
     load = _load(build)
     wait_s = 0.0 if shape.is_device_driven else build.stack.time.exchange_wait_s.value * log2(max(shape.ep, 2))
@@ -164,7 +165,7 @@ def _exchange(build: LayerBuilder, moe: Moe, name: str, segment: Segment) -> lis
 
 def _permute(build: LayerBuilder, moe: Moe, name: str, segment: Segment, *, local: bool) -> list[Op]:
     """Gather by expert, or its inverse. ``local``: on the experts' side of the exchange."""
-    shape, stack, hidden = build.shape, build.stack.time, build.model.hidden_size
+    shape, stack, hidden = build.shape, build.stack.time, build.model.expert_hidden_size
     own, copies = shape.own_tokens, moe.top_k * shape.etp
     if shape.backend == "allgather":
         if not local:
@@ -224,6 +225,7 @@ def _clones(build: LayerBuilder) -> list[Op]:
 def _to_experts(build: LayerBuilder, moe: Moe) -> list[Op]:
     return [
         *_clones(build),
+        *_latent(build, moe, "latent_down", "before"),
         *_permute(build, moe, "permute", "before", local=False),
         *_exchange(build, moe, "dispatch", "dispatch"),
         *_permute(build, moe, "local_permute", "expert", local=True),
@@ -235,14 +237,25 @@ def _from_experts(build: LayerBuilder, moe: Moe) -> list[Op]:
         *_permute(build, moe, "local_unpermute", "expert", local=True),
         *_exchange(build, moe, "combine", "combine"),
         *_permute(build, moe, "unpermute", "after", local=False),
+        *_latent(build, moe, "latent_up", "after"),
     ]
+
+
+def _latent(build: LayerBuilder, moe: Moe, name: Literal["latent_down", "latent_up"], segment: Segment) -> list[Op]:
+    """The projection to the width that experts work in, or back; whole on each rank, of its own tokens."""
+    if not moe.latent_size:
+        return []
+    own, hidden, latent = build.shape.own_tokens, build.model.hidden_size, moe.latent_size
+    cols, inner = (latent, hidden) if name == "latent_down" else (hidden, latent)
+    quantized = build.quantize(f"{name}.quantize", (own * inner, own * cols), "elementwise", segment, "moe")
+    return [*quantized, build.gemm(name, (own, cols, inner), segment=segment, scope="moe", modules=("moe",))]
 
 
 def _experts(build: LayerBuilder, moe: Moe) -> list[Op]:
     model, shape = build.model, build.shape
     rows, width = shape.expert_rows(moe) * _load(build), moe.expert_ffn_size / shape.etp
     local_experts, gates = moe.num_experts // shape.ep, model.mlp_matrices - 1
-    total, hidden = rows * local_experts, model.hidden_size
+    total, hidden = rows * local_experts, model.expert_hidden_size
     low_precision = shape.format.quantized_bytes is not None
     act = build.memory(
         "expert_act",
@@ -288,7 +301,7 @@ def _stash(build: LayerBuilder, rows: float, gates: int, width: float) -> list[O
     shape = build.shape
     if not shape.paged_stash:
         return []
-    kept = build.model.hidden_size + (gates + ("moe_act" not in shape.recompute)) * width
+    kept = build.model.expert_hidden_size + (gates + ("moe_act" not in shape.recompute)) * width
     moved = 2 * rows * kept * shape.element_bytes
     return [
         Op(

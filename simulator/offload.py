@@ -8,7 +8,6 @@ the link, as many passes over host memory as PyTorch's kernels make, and sends t
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
 
 import numpy as np
 
@@ -38,13 +37,12 @@ def stage_offloaded_bytes(
         return sent
     for rank in range(point.pp):
         mine = range(rank, len(stages), point.pp)
-        num_layers = sum(count for at in mine for part, count in stages[at].items() if part.kind in ("dense", "moe"))
+        num_layers = sum(count for at in mine for part, count in stages[at].items() if part.layer_kind is not None)
         whole_frac = min(point.offload_layers, max(num_layers - 1, 0)) / max(num_layers, 1)
         for at in mine:
             for part, count in stages[at].items():
-                if part.kind in ("dense", "moe"):
-                    kind: Literal["dense", "moe"] = "moe" if part.kind == "moe" else "dense"
-                    kept = kept_bytes(model, kind, point, stack)
+                if part.layer_kind is not None:
+                    kept = kept_bytes(model, part.layer_kind, point, stack)
                     sent[at] += count * (kept.offloaded_bytes + whole_frac * kept.kept_bytes)
     return sent
 

@@ -22,7 +22,7 @@ from moeplan.vocabulary import (
     Routing,
 )
 
-PartKind = Literal[LayerKind, "embedding", "mtp", "loss"]
+PartKind = LayerKind | Literal["embedding", "mtp", "loss"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,16 @@ class Part:
 
     kind: PartKind
     layer: int = 0
+
+    @property
+    def layer_kind(self) -> LayerKind | None:
+        """Its blocks, if it is a layer."""
+        return self.kind if isinstance(self.kind, LayerKind) else None
+
+    @property
+    def label(self) -> str:
+        """The name in reports."""
+        return self.kind.label if isinstance(self.kind, LayerKind) else self.kind
 
 
 @dataclass(frozen=True, slots=True)

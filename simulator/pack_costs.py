@@ -132,7 +132,7 @@ class PackCosts:
         rank = int(large.argmax())
         for stage in model.stage_parts(plan.layout)[rank :: plan.pp]:
             for part, count in stage.items():
-                if part.kind in ("dense", "moe"):
+                if part.layer_kind is not None:
                     self._layers[part] = self._layers.get(part, 0) + count
         rest = [
             float(seconds[rank]) - self.attention(size, 1) for seconds, size in ((small, tokens), (large, 2 * tokens))

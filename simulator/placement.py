@@ -1,17 +1,14 @@
 """What each pipeline rank holds: parameters by component and class, and layers by virtual stage."""
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
 from moeplan.layout import PipelineLayout, Stage
-from moeplan.model_spec import LayerKind, MlaAttention, ModelSpec
-from moeplan.parameters import (
-    attention_parameters,
-    layer_parameters,
-    mtp_extra_parameters,
-    norm_parameters,
-)
+from moeplan.mixers import MlaAttention
+from moeplan.model_spec import LayerKind, ModelSpec
+from moeplan.parameters import layer_parameters, mtp_extra_parameters
 from moeplan.simulator.tensor_tables import Component
 
 
@@ -28,10 +25,19 @@ class ParameterGroup:
 class Chunk(NamedTuple):
     """What one virtual stage runs: counts of layers by kind, MTP depths, and whether it computes the loss."""
 
-    num_dense: int
-    num_moe: int
+    layers: tuple[tuple[LayerKind, int], ...]
     num_mtp: int
     has_loss: bool
+
+    @property
+    def num_layers(self) -> int:
+        """Layers, those of MTP depths included."""
+        return sum(count for _, count in self.layers) + self.num_mtp
+
+    def num_moe(self, model: ModelSpec) -> int:
+        """Layers with experts, those of MTP depths included."""
+        in_depths = self.num_mtp if model.mtp_kind.mlp == "moe" else 0
+        return sum(count for kind, count in self.layers if kind.mlp == "moe") + in_depths
 
 
 @lru_cache(maxsize=4096)
@@ -40,8 +46,8 @@ def rank_chunks(model: ModelSpec, layout: str, pp: int) -> tuple[tuple[Chunk, ..
     kinds, pipeline = model.layer_kinds, PipelineLayout.from_string(layout)
 
     def chunk(stage: Stage) -> Chunk:
-        num_moe = sum(kinds[layer] == "moe" for layer in stage.layers)
-        return Chunk(stage.num_layers - num_moe, num_moe, stage.num_mtp, stage.has_loss)
+        counts = Counter(kinds[layer] for layer in stage.layers)
+        return Chunk(tuple(sorted(counts.items())), stage.num_mtp, stage.has_loss)
 
     return tuple(tuple(chunk(stage) for stage in pipeline.stages_of_rank(pp, rank)) for rank in range(pp))
 
@@ -112,20 +118,21 @@ def _of_rank(  # noqa: PLR0917 - the three degrees, and two things to place
 def layer_groups(model: ModelSpec, kind: LayerKind, tp: int, etp: int, ep: int) -> list[ParameterGroup]:
     """Parameters that one rank holds of one layer."""
     whole, hidden, moe = layer_parameters(model, kind), model.hidden_size, model.moe
-    unsplit = _unsplit_attention(model)
-    attention = (attention_parameters(model) - unsplit) / tp + unsplit
+    unsplit = _unsplit_attention(model) if whole.attention else 0
     groups = [
-        ParameterGroup("attention", attention, is_quantized=True),
-        ParameterGroup("norms", norm_parameters(model)),
+        ParameterGroup("attention", (whole.attention - unsplit) / tp + unsplit, is_quantized=True),
+        ParameterGroup("linear_mixer", whole.linear_mixer / tp, is_quantized=True),
+        ParameterGroup("norms", whole.norms),
     ]
-    if kind == "dense" or moe is None:
+    if kind.mlp != "moe" or moe is None:
         return [*groups, ParameterGroup("dense_mlp", whole.dense_mlp / tp, is_quantized=True)]
     gate = hidden * moe.shared_gate
-    bias = hidden * moe.mlp_bias  # of the second matrix, whose output etp sums
+    bias = model.expert_hidden_size * moe.mlp_bias  # of the second matrix, whose output etp sums
     expert = (whole.expert - bias) / etp + bias
     return [
         *groups,
         ParameterGroup("router", whole.router + gate),
+        ParameterGroup("latent", whole.latent, is_quantized=True),
         ParameterGroup("shared_experts", (whole.shared_expert - gate) / tp, is_quantized=True),
         ParameterGroup("experts", expert * moe.num_experts / ep, is_expert=True, is_quantized=True),
     ]

@@ -25,6 +25,9 @@ class StackTime(Record):
     )
     device_grouped_gemm_frac: Sourced = Field(description="the same of one kernel that reads shapes on the device")
     elementwise_factor: Sourced = Field(description="bytes element-wise kernels move over those of ideal fusion")
+    recurrence_factor: Sourced | None = Field(
+        default=None, description="bytes a linear mixer's recurrence moves over inputs, output and states; none: 1"
+    )
     permute_factor: Sourced = Field(description="bytes permutations move over one read and one write of each copy")
     unfused_permute_factor: Sourced = Field(description="the same of index and scatter kernels instead of one")
     stop_launches: Sourced = Field(

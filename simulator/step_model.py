@@ -11,7 +11,7 @@ import numpy as np
 
 from moeplan.hwprofiles.schema import HardwareProfile
 from moeplan.layout import PipelineLayout
-from moeplan.model_spec import ModelSpec
+from moeplan.model_spec import LayerKind, ModelSpec
 from moeplan.pipeline_order import num_warmup_forwards
 from moeplan.point import Point
 from moeplan.simulator.backward_ops import backward_ops
@@ -114,7 +114,7 @@ class StepModel:
 
     def saving(self, part: Part, shape: OpShape, point: Point) -> PairSaving:
         """What a pair of one part's forward and backward saves by overlap."""
-        if part.kind != "moe" or not point.ep_overlap:
+        if part.layer_kind is None or part.layer_kind.mlp != "moe" or not point.ep_overlap:
             return NO_SAVING
         key = (part, shape, point.delay_wgrad)
         if key not in self._saved:
@@ -249,7 +249,7 @@ def _paired_fracs(pp: int, vp: int, num_micro_batches: int, group: int) -> Array
 
 def _stage_parts(model: ModelSpec, layout: str) -> tuple[dict[Part, int], ...]:
     kinds = model.layer_kinds
-    like: dict[tuple[str, bool], Part] = {}
+    like: dict[tuple[LayerKind, bool], Part] = {}
     stages = []
     for stage in PipelineLayout.from_string(layout).stages:
         counts: dict[Part, int] = defaultdict(int)

@@ -9,13 +9,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from moeplan.model_spec import MlaAttention, ModelSpec
+from moeplan.mixers import MlaAttention
+from moeplan.model_spec import ModelSpec
+from moeplan.parameters import linear_mixer_projection
 from moeplan.vocabulary import OffloadModule, RecomputeModule
 
 Component = Literal[
     "attention",
+    "linear_mixer",
     "norms",
     "router",
+    "latent",
     "experts",
     "shared_experts",
     "dense_mlp",
@@ -39,7 +43,7 @@ Storage = Literal[
     "activation", "quantized", "fp32", "int64", "int32", "byte", "fp32_copy", "delayed_copy", "quantized_copy"
 ]
 TableName = Literal["megatron", "native", "torchtitan", "korthikanti-2022"]
-Section = Literal["attention", "dense", "moe", "mtp", "loss"]
+Section = Literal["attention", "linear", "dense", "moe", "mtp", "loss"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,11 @@ class Sizes:
     """
 
     hidden: int
+    expert_hidden: int
+    has_latent: bool
+    linear_projection: int
+    linear_conv: int
+    linear_inner: int
     heads: int
     query: int
     key: int
@@ -93,7 +102,7 @@ def sizes_of(
     Memory-efficient permutation needs a second expert matrix without bias (report section 1.6). Without it the outputs
     of experts are kept where they are weighed: for a dispatcher that ``sums_at_experts`` on each rank of etp.
     """
-    attention, moe = model.attention, model.moe
+    attention, mixer, moe = model.attention, model.linear_mixer, model.moe
     mla = attention if isinstance(attention, MlaAttention) else None
     query = attention.num_heads * attention.qk_head_dim
     key = attention.num_kv_heads * attention.qk_head_dim
@@ -102,6 +111,11 @@ def sizes_of(
     qk_norms = (attention.num_heads + attention.num_kv_heads) * qk_norm
     return Sizes(
         hidden=model.hidden_size,
+        expert_hidden=model.expert_hidden_size,
+        has_latent=moe is not None and moe.latent_size > 0,
+        linear_projection=linear_mixer_projection(mixer) if mixer else 0,
+        linear_conv=mixer.conv_size if mixer else 0,
+        linear_inner=mixer.inner_size if mixer else 0,
         heads=attention.num_heads,
         query=query,
         key=key,
@@ -147,6 +161,7 @@ def _router_scores(model: ModelSpec) -> int:
 class Row:
     """One kept tensor. ``dropped_by``: the recompute modules that drop it; full drops all but ``kept_by_full``.
 
+    ``is_block_input``: full recompute starts from it in the first block of a layer.
     ``offloaded_by``: the module whose fine-grained offload takes it to the host (report section 1.4).
     """
 
@@ -156,11 +171,14 @@ class Row:
     storage: Storage = "activation"
     dropped_by: tuple[RecomputeModule, ...] = ()
     kept_by_full: bool = False
+    is_block_input: bool = False
     offloaded_by: OffloadModule | None = None
 
 
 # Report section 1.4, in its order. MLA and grouped-query attention in one list: a model has the rows of either.
-_INPUT = Row("layer input", "norms", lambda z: z.hidden, kept_by_full=True, offloaded_by="attn_norm")
+_INPUT = Row("layer input", "norms", lambda z: z.hidden, is_block_input=True, offloaded_by="attn_norm")
+_MLP_INPUT = Row("input of the MLP block", "norms", lambda z: z.hidden, is_block_input=True, offloaded_by="mlp_norm")
+_MLP_NORM = Row("pre-MLP norm output", "norms", lambda z: z.hidden, "quantized", ("layernorm",))
 _ATTENTION = (
     _INPUT,
     Row("input norm output", "norms", lambda z: z.hidden, "quantized", ("layernorm",), offloaded_by="qkv_linear"),
@@ -177,13 +195,19 @@ _ATTENTION = (
     Row("attention output of delayed scaling", "attention", lambda z: z.attended, "delayed_copy"),
     Row("softmax log-sum-exp", "attention", lambda z: z.heads * (z.scores == 0), "fp32", ("core_attn",)),
     Row("softmax output", "attention", lambda z: z.scores, dropped_by=("core_attn",)),
-    Row("residual after attention", "norms", lambda z: z.hidden, offloaded_by="mlp_norm"),
-    Row("pre-MLP norm output", "norms", lambda z: z.hidden, "quantized", ("layernorm",)),
 )
-_DENSE = (
+# A linear mixer keeps what its fused kernels start from: the projection, and the recurrence's output for its norm.
+_LINEAR = (
+    *_ATTENTION[:2],
+    Row("linear mixer as projected", "linear_mixer", lambda z: z.linear_projection),
+    Row("output of the recurrence", "linear_mixer", lambda z: z.linear_inner),
+    Row("input of the linear mixer's output projection", "linear_mixer", lambda z: z.linear_inner, "quantized"),
+)
+_FEED_FORWARD = (
     Row("FC1 output", "dense_mlp", lambda z: z.projections * z.dense, dropped_by=("mlp",)),
     Row("activation output", "dense_mlp", lambda z: z.dense, "quantized", ("mlp",)),
 )
+_DENSE = (_MLP_INPUT, _MLP_NORM, *_FEED_FORWARD)
 _SHARED = (
     Row(
         "shared FC1 output",
@@ -206,7 +230,7 @@ _EXPERTS = (
     Row(
         "expert FC1 input",
         "experts",
-        lambda z: z.top_k * z.hidden * z.etp,
+        lambda z: z.top_k * z.expert_hidden * z.etp,
         "quantized",
         ("moe",),
         offloaded_by="expert_fc1",
@@ -222,15 +246,21 @@ _EXPERTS = (
     Row(
         "expert output kept for its probability",
         "experts",
-        lambda z: z.top_k * z.hidden * z.kept_expert_outputs,
+        lambda z: z.top_k * z.expert_hidden * z.kept_expert_outputs,
         dropped_by=("moe",),
     ),
 )
 _MOE = (
+    _MLP_INPUT,
+    _MLP_NORM,
     Row("router probabilities", "router", lambda z: z.experts, dropped_by=("moe",)),
     Row("permutation row map", "router", lambda z: z.experts, "int64", ("moe",)),
     *_SHARED,
     *_EXPERTS,
+    Row(
+        "input of the projection to the latent", "latent", lambda z: z.hidden * z.has_latent, "quantized_copy", ("moe",)
+    ),
+    Row("combined latent", "latent", lambda z: z.expert_hidden * z.has_latent, "quantized", ("moe",)),
 )
 # An MTP depth norms two inputs, joins and projects them, then runs a layer and a final norm (report section 8).
 _MTP = (
@@ -259,7 +289,7 @@ _NATIVE_ATTENTION = (
         "quantized_copy",
         ("layernorm",),
     ),
-    Row("norm statistics", "norms", lambda z: 2 + z.inner_norms, "fp32"),
+    Row("norm statistics", "norms", lambda z: 1 + z.inner_norms, "fp32"),
     Row("query down-projection output", "attention", lambda z: z.q_rank),
     Row("query norm output", "attention", lambda z: z.q_rank, "quantized"),
     Row("key-value down-projection output", "attention", lambda z: z.kv_down),
@@ -292,9 +322,9 @@ _NATIVE_ATTENTION = (
         offloaded_by="attn_proj",
     ),
     Row("softmax output", "attention", lambda z: z.scores, "fp32", ("core_attn",)),
-    Row("residual after attention", "norms", lambda z: z.hidden, offloaded_by="mlp_norm"),
 )
-_NATIVE_DENSE = (Row("pre-MLP norm output", "norms", lambda z: z.hidden, "quantized", ("layernorm",)), *_DENSE)
+_NATIVE_MLP_INPUT = (_MLP_INPUT, Row("pre-MLP norm statistics", "norms", lambda _: 1, "fp32"))
+_NATIVE_DENSE = (*_NATIVE_MLP_INPUT, _MLP_NORM, *_FEED_FORWARD)
 _NATIVE_SHARED = (
     Row(
         "input of the shared expert",
@@ -315,6 +345,7 @@ _NATIVE_EXPERTS = tuple(
     replace(row, storage="quantized") if row.name == "expert activation output" else row for row in _EXPERTS
 )
 _NATIVE_MOE = (
+    *_NATIVE_MLP_INPUT,
     Row("pre-MLP norm output", "norms", lambda z: z.hidden, dropped_by=("layernorm",)),  # the router's input as well
     Row("router scores", "router", lambda z: z.router_scores * z.experts, "fp32", ("moe",)),
     Row("router probabilities", "router", lambda z: 2 * z.top_k + (z.top_k > 1), "fp32", ("moe",)),
@@ -355,24 +386,28 @@ _TITAN_ATTENTION = (
     Row("attention output", "attention", lambda z: z.attended),
     Row("softmax log-sum-exp", "attention", lambda z: z.heads * (z.scores == 0), "fp32"),
     Row("softmax output", "attention", lambda z: z.scores, dropped_by=("mlp",)),
-    Row("residual after attention", "norms", lambda z: z.hidden, dropped_by=("mlp",)),
+)
+_TITAN_MLP_INPUT = (
+    Row("input of the MLP block", "norms", lambda z: z.hidden, dropped_by=("mlp",), is_block_input=True),
     Row("pre-MLP norm output", "norms", lambda z: z.hidden, dropped_by=("mlp",)),
 )
 _TITAN_DENSE = (
+    *_TITAN_MLP_INPUT,
     Row("gate output", "dense_mlp", lambda z: z.dense),
     Row("up output", "dense_mlp", lambda z: (z.projections - 1) * z.dense, dropped_by=("mlp",)),
     Row("activation output", "dense_mlp", lambda z: z.dense, dropped_by=("mlp",)),
     Row("MLP output", "dense_mlp", lambda z: z.hidden),
 )
 _TITAN_MOE = (
+    *_TITAN_MLP_INPUT,
     Row("router probabilities", "router", lambda z: z.experts, "fp32", ("mlp",)),
     Row("shared gate output", "shared_experts", lambda z: z.shared),
     Row("shared up output", "shared_experts", lambda z: (z.projections - 1) * z.shared, dropped_by=("mlp",)),
     Row("shared activation output", "shared_experts", lambda z: z.shared, dropped_by=("mlp",)),
-    Row("expert FC1 input", "experts", lambda z: z.top_k * z.hidden * z.etp),
+    Row("expert FC1 input", "experts", lambda z: z.top_k * z.expert_hidden * z.etp),
     Row("expert FC1 output", "experts", lambda z: z.top_k * z.projections * z.expert, dropped_by=("mlp",)),
     Row("expert activation output", "experts", lambda z: z.top_k * z.expert, dropped_by=("mlp",)),
-    Row("expert output in fp32 for its probability", "experts", lambda z: z.top_k * z.hidden, "fp32", ("mlp",)),
+    Row("expert output in fp32 for its probability", "experts", lambda z: z.top_k * z.expert_hidden, "fp32", ("mlp",)),
     Row("combined output", "experts", lambda z: z.hidden),
 )
 
@@ -390,9 +425,9 @@ _CLASSIC_ATTENTION = (
     Row("softmax dropout output", "attention", lambda z: z.scores, dropped_by=("core_attn",)),
     Row("attention output", "attention", lambda z: z.hidden),
     Row("attention dropout mask", "attention", lambda z: z.hidden, "byte"),
-    Row("residual after attention", "norms", lambda z: z.hidden),
 )
 _CLASSIC_MLP = (
+    Row("input of the MLP block", "norms", lambda z: z.hidden, is_block_input=True),
     Row("pre-MLP norm output", "dense_mlp", lambda z: z.hidden),
     Row("FC1 output", "dense_mlp", lambda z: 4 * z.hidden),
     Row("activation output", "dense_mlp", lambda z: 4 * z.hidden),
@@ -400,9 +435,10 @@ _CLASSIC_MLP = (
 )
 
 TABLES: dict[TableName, dict[Section, tuple[Row, ...]]] = {
-    "megatron": {"attention": _ATTENTION, "dense": _DENSE, "moe": _MOE, "mtp": _MTP, "loss": _LOSS},
+    "megatron": {"attention": _ATTENTION, "linear": _LINEAR, "dense": _DENSE, "moe": _MOE, "mtp": _MTP, "loss": _LOSS},
     "native": {
         "attention": _NATIVE_ATTENTION,
+        "linear": (),  # refused by activations.py, as where a table below has none
         "dense": _NATIVE_DENSE,
         "moe": _NATIVE_MOE,
         "mtp": _NATIVE_MTP,
@@ -410,6 +446,7 @@ TABLES: dict[TableName, dict[Section, tuple[Row, ...]]] = {
     },
     "torchtitan": {
         "attention": _TITAN_ATTENTION,
+        "linear": (),
         "dense": _TITAN_DENSE,
         "moe": _TITAN_MOE,
         "mtp": _MTP,
@@ -417,8 +454,9 @@ TABLES: dict[TableName, dict[Section, tuple[Row, ...]]] = {
     },
     "korthikanti-2022": {
         "attention": _CLASSIC_ATTENTION,
+        "linear": (),
         "dense": _CLASSIC_MLP,
-        "moe": (),  # refused by activations.py: the stack has no MoE layer
+        "moe": (),
         "mtp": (),
         "loss": _LOSS,
     },

@@ -1,30 +1,30 @@
 """What ``moeplan models show``, ``moeplan hardware show`` and ``moeplan calibrate`` print."""
 
+from collections import Counter
 from typing import Any
 
 from moeplan.hwprofiles.entries import all_entries, assumed_entries
 from moeplan.hwprofiles.schema import HardwareProfile
-from moeplan.model_spec import LayerKind, ModelSpec
+from moeplan.model_spec import ModelSpec
 from moeplan.parameters import layer_parameters, mtp_extra_parameters
 from moeplan.report.output import out_console
 from moeplan.report.tables import table, with_text_last
 from moeplan.units import format_count
 
-COMPONENTS = ("attention", "norms", "dense_mlp", "router", "shared_expert", "experts")
+COMPONENTS = ("attention", "linear_mixer", "norms", "dense_mlp", "router", "latent", "shared_expert", "experts")
 
 
 def print_model(model: ModelSpec, summary: dict[str, Any]) -> None:
     """Sizes of a model, its parameters by component, and its totals."""
     console = out_console()
-    kinds: dict[LayerKind, int] = {"dense": model.layer_kinds.count("dense"), "moe": model.layer_kinds.count("moe")}
-    layers = f"{model.num_layers} layers ({kinds['dense']} dense, {kinds['moe']} MoE)"
-    console.print(f"{model.name}: {layers}, hidden {model.hidden_size}")
+    kinds = Counter(model.layer_kinds)
+    counts = ", ".join(f"{count} {kind.label}" for kind, count in sorted(kinds.items()))
+    console.print(f"{model.name}: {model.num_layers} layers ({counts}), hidden {model.hidden_size}")
     rows = []
-    for kind, count in kinds.items():
-        if count:
-            layer = layer_parameters(model, kind)
-            sizes = {part: getattr(layer, part) for part in COMPONENTS}
-            rows += [[f"{kind} layer", part, format_count(size)] for part, size in sizes.items() if size]
+    for kind in sorted(kinds):
+        layer = layer_parameters(model, kind)
+        sizes = {part: getattr(layer, part) for part in COMPONENTS}
+        rows += [[f"{kind.label} layer", part, format_count(size)] for part, size in sizes.items() if size]
     if model.num_mtp_layers:
         rows.append(["MTP", "projection and norms", format_count(mtp_extra_parameters(model))])
     console.print(table("Parameters of one layer", ["layer", "component", "parameters"], rows, left=2))

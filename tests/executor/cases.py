@@ -9,7 +9,8 @@ from torch import Tensor
 from moeplan.executor.data import open_tokens
 from moeplan.executor.mesh import plan_mesh
 from moeplan.executor.train import Trainer
-from moeplan.model_spec import GqaAttention, MlaAttention, ModelSpec, Moe, Router
+from moeplan.mixers import GqaAttention, MlaAttention
+from moeplan.model_spec import ModelSpec, Moe, Router
 from moeplan.plan import Plan
 from moeplan.run_config import RunConfig
 

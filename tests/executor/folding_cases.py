@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from moeplan.executor.train import Trainer
-from moeplan.model_spec import GqaAttention, MlaAttention, ModelSpec, Moe, Router
+from moeplan.mixers import GqaAttention, MlaAttention
+from moeplan.model_spec import ModelSpec, Moe, Router
 from moeplan.run_config import RunConfig
 from tests.executor.cases import Part, build_trainer, tiny_plan, weights_of
 from tests.executor.pools import Pools

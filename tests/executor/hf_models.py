@@ -5,7 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moeplan.model_spec import GqaAttention, Llama3Scaling, MlaAttention, ModelSpec, Moe, Router, YarnScaling
+from moeplan.mixers import GqaAttention, MlaAttention
+from moeplan.model_spec import Llama3Scaling, ModelSpec, Moe, Router, YarnScaling
 
 GQA = GqaAttention(num_heads=4, num_kv_heads=2, head_dim=8)
 MLA = MlaAttention(num_heads=4, q_lora_rank=12, kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8)

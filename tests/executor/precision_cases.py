@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from moeplan.model_spec import GqaAttention, MlaAttention, ModelSpec, Moe, Router
+from moeplan.mixers import GqaAttention, MlaAttention
+from moeplan.model_spec import ModelSpec, Moe, Router
 from moeplan.plan import Plan
 
 MOE = Moe(num_experts=4, top_k=2, expert_ffn_size=128, shared_ffn_size=128, router=Router(expert_bias=True))

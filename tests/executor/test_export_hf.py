@@ -16,7 +16,8 @@ from moeplan.executor.mesh import build_mesh
 from moeplan.executor.model import Transformer
 from moeplan.hf_layout import checkpoint_places
 from moeplan.kernels.rotary import apply_rotary, rotary_tables
-from moeplan.model_spec import GqaAttention, MlaAttention, ModelSpec, Moe, Router
+from moeplan.mixers import GqaAttention, MlaAttention
+from moeplan.model_spec import ModelSpec, Moe, Router
 from moeplan.plan import Plan
 from moeplan.presets import load_model
 from moeplan.run_config import RunConfig

@@ -156,7 +156,7 @@ def test_units_hold_every_parameter_once(model: str) -> None:
         assert len(found) == len(set(found))
         assert set(found) == everything
         assert all(len({entry.is_expert for entry in unit.entries}) == 1 for unit in units)
-    dense, moe = (sum(kind == one for kind in MODELS[model].layer_kinds) for one in ("dense", "moe"))
+    dense, moe = (sum(kind.mlp == one for kind in MODELS[model].layer_kinds) for one in ("dense", "moe"))
     vocabulary = 1 if MODELS[model].tied_embeddings else 2
     assert len(layer_units(trainer.model)) == vocabulary + 1 + dense + 2 * (moe + MODELS[model].num_mtp_layers)
 

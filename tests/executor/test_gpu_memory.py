@@ -9,7 +9,8 @@ from torch import Tensor
 from moeplan.executor.mesh import build_mesh
 from moeplan.executor.model import Transformer
 from moeplan.folding import Folding
-from moeplan.model_spec import GqaAttention, ModelSpec, Moe
+from moeplan.mixers import GqaAttention
+from moeplan.model_spec import MOE_LAYER, ModelSpec, Moe
 from moeplan.plan import Plan
 from moeplan.simulator.activations import kept_bytes
 from moeplan.simulator.stack import load_stack
@@ -69,7 +70,7 @@ def test_gradients_are_those_of_keeping_everything(changes: dict[str, Any]) -> N
 @pytest.mark.parametrize("changes", [{}, {"recompute": ("layernorm", "moe_act")}, {"offload_modules": ("expert_fc1",)}])
 def test_bytes_are_those_of_the_native_stack(changes: dict[str, Any]) -> None:
     plan, _, held = run(**changes)
-    kept = kept_bytes(MODEL, "moe", plan.point, NATIVE)
+    kept = kept_bytes(MODEL, MOE_LAYER, plan.point, NATIVE)
     loss = kept_bytes(MODEL, "loss", plan.point, NATIVE).kept_bytes
     logits = 2 * plan.tokens_per_rank * MODEL.vocab_size
     resident = NATIVE.offload_resident_layers * kept.offloaded_bytes

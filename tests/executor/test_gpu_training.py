@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from moeplan.executor.launch import launch
-from moeplan.model_spec import GqaAttention, MlaAttention, ModelSpec, Moe, Router
+from moeplan.mixers import GqaAttention, MlaAttention
+from moeplan.model_spec import ModelSpec, Moe, Router
 from moeplan.plan import Plan
 from moeplan.results import Figures
 from tests.executor.run_files import files

@@ -22,7 +22,8 @@ from moeplan.executor.model import Transformer
 from moeplan.hf_export import hf_config_of
 from moeplan.hf_folder import open_folder
 from moeplan.hf_layout import checkpoint_places
-from moeplan.model_spec import GqaAttention, ModelSpec
+from moeplan.mixers import GqaAttention
+from moeplan.model_spec import ModelSpec
 from moeplan.plan import Plan
 from moeplan.run_config import RunConfig
 from moeplan.weights import weight_shapes

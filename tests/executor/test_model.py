@@ -15,7 +15,8 @@ from moeplan.executor.moe import MoeBlock
 from moeplan.folding import Folding
 from moeplan.kernels.norm import rms_norm_reference
 from moeplan.kernels.rotary import apply_rotary
-from moeplan.model_spec import MlaAttention, ModelSpec
+from moeplan.mixers import MlaAttention
+from moeplan.model_spec import ModelSpec
 from moeplan.parameters import total_parameters
 from moeplan.plan import Plan
 from moeplan.presets import load_model

@@ -11,7 +11,8 @@ import torch
 from moeplan.executor.data import open_tokens
 from moeplan.executor.mesh import plan_mesh
 from moeplan.executor.train import Trainer
-from moeplan.model_spec import GqaAttention, MlaAttention, Moe
+from moeplan.mixers import GqaAttention, MlaAttention
+from moeplan.model_spec import Moe
 from moeplan.run_config import RunConfig
 from tests.executor.cases import tiny_plan
 from tests.executor.folding_cases import GQA, MLA, RUN

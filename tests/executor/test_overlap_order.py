@@ -106,7 +106,7 @@ def hidden(events: list[Event]) -> tuple[int, int]:
 
 def test_each_exchange_of_a_pair_is_waited_for_after_the_other_side_computed(pools: Pools) -> None:
     plan = tiny_plan(WINDOWED, 2, ep=2, ep_overlap=True, delay_wgrad=True)
-    num_moe = sum(kind == "moe" for kind in WINDOWED.layer_kinds)
+    num_moe = WINDOWED.num_moe_layers
     num_pairs = plan.num_micro_batches - 1
     num_matrices = 4 * WINDOWED.num_layers + 2 * num_moe  # attention 2, MLP or shared expert 2, experts 2
     for events in pools[2].run(recorded_step, plan):

@@ -70,7 +70,7 @@ def test_layers_in_flight_are_those_of_the_simulator(changes: dict[str, Any]) ->
     kinds = plan.model.layer_kinds
     for rank in range(plan.pp):
         stages = plan.pipeline.stages_of_rank(plan.pp, rank)
-        sizes = [sum(kinds[layer] == "moe" for layer in stage.layers) for stage in stages]
+        sizes = [sum(kinds[layer].mlp == "moe" for layer in stage.layers) for stage in stages]
         most = max(sum(size * num for size, num in zip(sizes, state, strict=True)) for state in counts[rank])
         assert layers_in_flight(plan, rank) == most
 

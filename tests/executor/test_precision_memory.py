@@ -5,7 +5,7 @@ One expert of 512 rows, a multiple of the tile: the executor pads the quantized 
 
 import pytest
 
-from moeplan.model_spec import ModelSpec
+from moeplan.model_spec import DENSE_LAYER, MOE_LAYER, ModelSpec
 from moeplan.simulator.activations import kept_bytes
 from tests.executor.saved_bytes import layer_kept_bytes
 from tests.executor.test_saved_bytes import MLA, NATIVE, small_model, small_plan
@@ -20,7 +20,7 @@ MODELS = {
 
 def _check(model: ModelSpec, precision: str, recompute: tuple[str, ...]) -> None:
     plan = small_plan(model, precision=precision, recompute=recompute)
-    expected = kept_bytes(model, "moe" if model.moe else "dense", plan.point, NATIVE)
+    expected = kept_bytes(model, MOE_LAYER if model.moe else DENSE_LAYER, plan.point, NATIVE)
     assert layer_kept_bytes(plan) == pytest.approx(expected.kept_bytes + expected.scales_bytes, rel=0.002)
 
 

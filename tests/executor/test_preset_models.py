@@ -6,7 +6,8 @@ import torch
 from moeplan.executor.check import check_supported
 from moeplan.executor.mesh import build_mesh
 from moeplan.executor.model import Transformer
-from moeplan.model_spec import GqaAttention, ModelSpec
+from moeplan.mixers import GqaAttention
+from moeplan.model_spec import ModelSpec
 from moeplan.parameters import total_parameters
 from moeplan.presets import load_model, model_names
 from moeplan.weights import weight_shapes

@@ -11,7 +11,8 @@ from moeplan.executor.attention import core_attention, window_mask
 from moeplan.executor.expert_bias import add_expert_bias
 from moeplan.executor.rope import model_rotary_tables
 from moeplan.kernels.rotary import rotary_tables
-from moeplan.model_spec import GqaAttention, Llama3Scaling, MlaAttention, ModelSpec, Moe, Router, YarnScaling
+from moeplan.mixers import GqaAttention, MlaAttention
+from moeplan.model_spec import Llama3Scaling, ModelSpec, Moe, Router, YarnScaling
 from moeplan.run_config import RunConfig
 from tests.executor.cases import Outcome, run_steps, tiny_plan
 from tests.executor.gloo_pool import GlooPool, gloo_pool

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 import moeplan.executor.offload as offload_module
-from moeplan.model_spec import GqaAttention, MlaAttention, ModelSpec, Moe, Router
+from moeplan.mixers import GqaAttention, MlaAttention
+from moeplan.model_spec import DENSE_LAYER, MOE_LAYER, ModelSpec, Moe, Router
 from moeplan.plan import Plan
 from moeplan.simulator.activations import ActivationKind, activation_bytes
 from moeplan.simulator.layer_state import layer_bytes
@@ -42,7 +43,7 @@ def small_plan(model: ModelSpec, **changes: Any) -> Plan:
 
 def check(plan: Plan, *, cpu_bytes: float = 0) -> None:
     """``cpu_bytes``: what a kernel of CPUs keeps and those of GPUs do not."""
-    expected = activation_bytes(plan.model, "moe" if plan.model.moe else "dense", plan.point, NATIVE)
+    expected = activation_bytes(plan.model, MOE_LAYER if plan.model.moe else DENSE_LAYER, plan.point, NATIVE)
     assert layer_kept_bytes(plan) - cpu_bytes == pytest.approx(expected, rel=0.01)
 
 
@@ -166,7 +167,7 @@ def test_packed_documents(model: ModelSpec, changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize("recompute", [(), ("moe_act",)])
 def test_experts_padded_to_their_capacity(factor: float, recompute: tuple[str, ...]) -> None:
     plan = small_plan(small_model(moe={"router": Router(capacity_factor=factor)}), routing="drop", recompute=recompute)
-    assert layer_kept_bytes(plan) == pytest.approx(layer_bytes(plan.model, "moe", plan.point, NATIVE), rel=0.01)
+    assert layer_kept_bytes(plan) == pytest.approx(layer_bytes(plan.model, MOE_LAYER, plan.point, NATIVE), rel=0.01)
 
 
 @pytest.mark.parametrize("num_mtp_layers", [0, 2])
@@ -175,7 +176,7 @@ def test_experts_padded_to_their_capacity(factor: float, recompute: tuple[str, .
 def test_whole_models(attention: GqaAttention | MlaAttention, recompute: tuple[str, ...], num_mtp_layers: int) -> None:
     fields = {"num_layers": 3, "num_dense_layers": 1, "num_mtp_layers": num_mtp_layers}
     plan = small_plan(small_model(attention).model_copy(update=fields), recompute=recompute)
-    parts: dict[ActivationKind, int] = {"dense": 1, "moe": 2, "mtp": num_mtp_layers, "loss": 1}
+    parts: dict[ActivationKind, int] = {DENSE_LAYER: 1, MOE_LAYER: 2, "mtp": num_mtp_layers, "loss": 1}
     expected = sum(num * activation_bytes(plan.model, kind, plan.point, NATIVE) for kind, num in parts.items() if num)
     assert model_kept_bytes(plan) == pytest.approx(expected, rel=0.01)
 

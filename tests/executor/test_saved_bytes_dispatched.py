@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from moeplan.executor.mesh import build_mesh
+from moeplan.model_spec import MOE_LAYER
 from moeplan.plan import Plan
 from moeplan.simulator.activations import activation_bytes
 from moeplan.simulator.stack import load_stack
@@ -34,5 +35,5 @@ def test_rows_of_all_ranks_are_those_of_balanced_routing(
 ) -> None:
     """However tokens choose, the ranks together hold as many rows."""
     plan = small_plan(small_model(), num_gpus=4, memory_efficient_permutation=weigh_before, **degrees, **dispatcher)
-    expected = activation_bytes(plan.model, "moe", plan.point, load_stack("native"))
+    expected = activation_bytes(plan.model, MOE_LAYER, plan.point, load_stack("native"))
     assert sum(pool.run(kept, plan)) / 4 == pytest.approx(expected, rel=0.01)

@@ -7,7 +7,8 @@ import pytest
 from moeplan.errors import InvalidInputError
 from moeplan.files import read_json
 from moeplan.hf_config import FAMILIES, model_from_hf_config
-from moeplan.model_spec import GqaAttention, Llama3Scaling, YarnScaling
+from moeplan.mixers import GqaAttention
+from moeplan.model_spec import Llama3Scaling, YarnScaling
 from moeplan.presets import PRESET_FOLDER, load_model
 
 DEEPSEEK_V3 = read_json(PRESET_FOLDER / "hf" / "deepseek-v3-config.json")
@@ -254,7 +255,7 @@ def test_a_model_is_named_after_its_checkpoint(extra: dict[str, str], where: str
 )
 def test_dense_layers_are_placed(base: dict[str, Any], change: dict[str, Any], kinds: tuple[str, ...]) -> None:
     model = model_from_hf_config(base | change, "config.json")
-    assert model.layer_kinds == kinds
+    assert tuple(kind.mlp for kind in model.layer_kinds) == kinds
     assert model.dense_ffn_size == base["intermediate_size"]
 
 

@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from moeplan.flops import training_flops_per_token
-from moeplan.model_spec import GqaAttention, MlaAttention, ModelSpec, Moe, Router
+from moeplan.mixers import GqaAttention, MlaAttention
+from moeplan.model_spec import DENSE_LAYER, ModelSpec, Moe, Router
 from moeplan.parameters import active_parameters, layer_parameters, total_parameters
 
 SIZES = st.integers(1, 16).map(lambda n: 16 * n)
@@ -78,7 +79,7 @@ def test_active_parameters_never_exceed_the_total(model: ModelSpec) -> None:
     active, total = active_parameters(model), total_parameters(model)
     assert 0 < active <= total <= total_parameters(model, with_mtp=True)
     routes_to_all = model.moe is None or model.moe.top_k == model.moe.num_experts
-    assert (active == total) == (routes_to_all or "moe" not in model.layer_kinds)
+    assert (active == total) == (routes_to_all or not model.num_moe_layers)
 
 
 @given(models(), SEQ_LENS, SEQ_LENS)
@@ -116,6 +117,6 @@ def test_impossible_models_are_refused(change: dict[str, object], message: str) 
     attention = {"kind": "gqa", "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
     fields = {"name": "m", "num_layers": 2, "hidden_size": 32, "vocab_size": 64, "dense_ffn_size": 64}
     base: dict[str, object] = {**fields, "attention": attention}
-    assert ModelSpec.model_validate(base).layer_kinds == ("dense", "dense")
+    assert ModelSpec.model_validate(base).layer_kinds == (DENSE_LAYER,) * 2
     with pytest.raises(ValidationError, match=message):
         ModelSpec.model_validate(base | change)

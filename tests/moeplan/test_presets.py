@@ -114,7 +114,7 @@ def test_active_parameters_as_model_cards_count_them(
 def test_tiny_moe_trains_on_two_cores_in_four_processes() -> None:
     model = load_model("tiny-moe")
     assert model.moe is not None
-    assert model.layer_kinds == ("dense", "moe", "moe", "moe")
+    assert [kind.mlp for kind in model.layer_kinds] == ["dense", "moe", "moe", "moe"]
     assert 5e6 < total_parameters(model) < 20e6
     assert 1e11 < 16 * 256 * training_flops_per_token(model, 256) < 3e11
     sizes = (model.attention.num_heads, model.attention.num_kv_heads, model.moe.num_experts, model.moe.expert_ffn_size)

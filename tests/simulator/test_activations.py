@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moeplan.errors import InvalidInputError
+from moeplan.model_spec import DENSE_LAYER, MOE_LAYER
 from moeplan.plan import Plan
 from moeplan.presets import load_model
 from moeplan.simulator.activations import activation_bytes, kept_bytes, saved_tensors
@@ -30,7 +31,7 @@ REPORT_MIB = {
     "value": (128, 128),
     "attention output": (128, 128),
     "softmax log-sum-exp": (2, 2),
-    "residual after attention": (56, 56),
+    "input of the MLP block": (56, 56),
     "pre-MLP norm output": (56, 28),
     "router probabilities": (2, 2),
     "permutation row map": (8, 8),
@@ -44,14 +45,14 @@ REPORT_MIB = {
 
 
 def dsv3_bytes(report_plan: Plan, **changes: Any) -> float:
-    return activation_bytes(report_plan.model, "moe", replace(report_plan.point, **changes), MEGATRON)
+    return activation_bytes(report_plan.model, MOE_LAYER, replace(report_plan.point, **changes), MEGATRON)
 
 
 @pytest.mark.parametrize("precision, column", [("bf16", 0), ("fp8_blockwise", 1), ("mxfp8", 1)])
 def test_deepseek_v3_layer_tensor_by_tensor(report_plan: Plan, precision: str, column: int) -> None:
     point = replace(report_plan.point, precision=precision)  # type: ignore[arg-type]
     found = {
-        tensor.name: tensor.size_bytes / MIB for tensor in saved_tensors(report_plan.model, "moe", point, MEGATRON)
+        tensor.name: tensor.size_bytes / MIB for tensor in saved_tensors(report_plan.model, MOE_LAYER, point, MEGATRON)
     }
     assert found == {name: figures[column] for name, figures in REPORT_MIB.items()}
 
@@ -84,18 +85,18 @@ def test_deepseek_v3_layer_sums(report_plan: Plan, changes: dict[str, object], m
 
 def test_quantized_tensors_bring_block_scales_on_top(report_plan: Plan) -> None:
     point = replace(report_plan.point, precision="mxfp8")
-    assert kept_bytes(report_plan.model, "moe", point, MEGATRON).scales_bytes == 312 * MIB / 32
-    assert kept_bytes(report_plan.model, "moe", report_plan.point, MEGATRON).scales_bytes == 0
+    assert kept_bytes(report_plan.model, MOE_LAYER, point, MEGATRON).scales_bytes == 312 * MIB / 32
+    assert kept_bytes(report_plan.model, MOE_LAYER, report_plan.point, MEGATRON).scales_bytes == 0
 
 
 def test_full_recompute_makes_the_whole_layer_again(report_plan: Plan) -> None:
     point = replace(report_plan.point, recompute=("full",))
-    assert kept_bytes(report_plan.model, "moe", point, MEGATRON).remade_bytes == (2236 - 56) * MIB
+    assert kept_bytes(report_plan.model, MOE_LAYER, point, MEGATRON).remade_bytes == (2236 - 56) * MIB
 
 
 def test_dense_layer_and_mtp_depth(report_plan: Plan) -> None:
     model, point, hidden = report_plan.model, report_plan.point, 56
-    dense = activation_bytes(model, "dense", point, MEGATRON) / MIB
+    dense = activation_bytes(model, DENSE_LAYER, point, MEGATRON) / MIB
     assert dense == 898 + 3 * 18432 * 4096 * 2 / MIB  # gate, up and activation output
     assert activation_bytes(model, "mtp", point, MEGATRON) / MIB == 2236 + 6 * hidden
     assert activation_bytes(model, "loss", point, MEGATRON) / MIB == 2 * hidden
@@ -106,7 +107,7 @@ def test_dense_layer_and_mtp_depth(report_plan: Plan) -> None:
 def test_grouped_query_attention_rows() -> None:
     model = load_model("qwen3-235b-a22b")
     plan = Plan(model=model, hardware="h100", num_gpus=8, seq_len=4096, global_batch_size=8, ep=8)
-    found = {t.name: t.size_bytes / 8192 for t in saved_tensors(model, "moe", plan.point, MEGATRON)}  # per token, BF16
+    found = {t.name: t.size_bytes / 8192 for t in saved_tensors(model, MOE_LAYER, plan.point, MEGATRON)}
     assert found["query"] == found["query before its norm"] == found["attention output"] == 64 * 128
     assert found["key"] == found["key before its norm"] == found["value"] == 4 * 128
     assert found["softmax log-sum-exp"] == 2 * 64  # fp32
@@ -117,7 +118,7 @@ def test_grouped_query_attention_rows() -> None:
 def test_bias_of_the_second_matrix_defeats_memory_efficient_permutation(report_plan: Plan) -> None:
     model = load_model("gpt-oss-20b")
     plan = Plan(model=model, hardware="h100", num_gpus=8, seq_len=4096, global_batch_size=8, ep=8)
-    names = {tensor.name for tensor in saved_tensors(model, "moe", plan.point, MEGATRON)}
+    names = {tensor.name for tensor in saved_tensors(model, MOE_LAYER, plan.point, MEGATRON)}
     assert plan.memory_efficient_permutation
     assert "expert output kept for its probability" in names
 
@@ -134,24 +135,24 @@ def test_korthikanti_layer_item_by_item() -> None:
     unit = 8192 * 16384  # s b h
     scores = 128 * 8192**2  # a s^2 b
     by_component = dict.fromkeys(("attention", "dense_mlp", "norms"), 0.0)
-    for tensor in saved_tensors(plan.model, "dense", plan.point, CLASSIC):
+    for tensor in saved_tensors(plan.model, DENSE_LAYER, plan.point, CLASSIC):
         by_component[tensor.component] += tensor.size_bytes
     assert by_component == {"attention": 11 * unit + 5 * scores, "dense_mlp": 19 * unit, "norms": 4 * unit}
     selective = replace(plan.point, recompute=("core_attn",))
-    assert activation_bytes(plan.model, "dense", selective, CLASSIC) == 34 * unit
+    assert activation_bytes(plan.model, DENSE_LAYER, selective, CLASSIC) == 34 * unit
 
 
 def test_llama_405b_activations_of_the_report() -> None:
     """Report section 1.1: 5986.6e9 bytes, which it prints as 5575 (GiB) beside decimal GB of the other items."""
     plan = llama_405b(8192)
-    total = plan.model.num_layers * activation_bytes(plan.model, "dense", plan.point, CLASSIC)
+    total = plan.model.num_layers * activation_bytes(plan.model, DENSE_LAYER, plan.point, CLASSIC)
     assert total / 1e9 == pytest.approx(5986.6, abs=0.05)
     assert total / 2**30 == pytest.approx(5575.5, abs=0.05)
 
 
 def test_classic_stack_refuses_experts(report_plan: Plan) -> None:
     with pytest.raises(InvalidInputError, match="has no moe layer, deepseek-v3"):
-        activation_bytes(report_plan.model, "moe", report_plan.point, CLASSIC)
+        activation_bytes(report_plan.model, MOE_LAYER, report_plan.point, CLASSIC)
 
 
 MODULES: list[RecomputeModule] = ["core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"]

@@ -3,6 +3,7 @@
 import pytest
 
 from moeplan.hwprofiles.load import load_profile
+from moeplan.model_spec import MOE_LAYER
 from moeplan.plan import Plan
 from moeplan.presets import load_model
 from moeplan.simulator.buffers import Buffers, buffer_bytes
@@ -19,7 +20,7 @@ ROW_BYTES = 4 * 4096 * 2 * 2  # two copies of each token, BF16
 
 def buffers(weight_gradients: str, loss_bytes: float = LOGITS) -> Buffers:
     stack = NATIVE.model_copy(update={"expert_weight_gradients": weight_gradients})
-    return buffer_bytes(PLAN.model, PLAN.point, stack, ("moe",), loss_bytes)
+    return buffer_bytes(PLAN.model, PLAN.point, stack, (MOE_LAYER,), loss_bytes)
 
 
 def test_gradients_that_gemms_add_leave_the_working_set_alone() -> None:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from moeplan.hwprofiles.load import load_profile
+from moeplan.model_spec import MOE_LAYER
 from moeplan.plan import Plan
 from moeplan.presets import load_model
 from moeplan.simulator.backward_ops import backward_ops
@@ -34,7 +35,7 @@ def plan_of(cp_comm: str = "p2p", **changes: Any) -> Plan:
 
 def ops_of(plan: Plan, *, backward: bool = False) -> dict[str, Op]:
     shape = OpShape.of(plan.point, BRIDGE, H100)
-    forward = forward_ops(plan.model, Part("moe", 10), shape, BRIDGE)
+    forward = forward_ops(plan.model, Part(MOE_LAYER, 10), shape, BRIDGE)
     return {op.name: op for op in (backward_ops(forward, shape, BRIDGE.time) if backward else forward)}
 
 
@@ -66,7 +67,7 @@ def test_steps_of_a_ring_cost_the_longer_of_chunk_and_message() -> None:
     for seq_len in (4096, 65536):
         plan = plan_of(seq_len=seq_len)
         shape = OpShape.of(plan.point, BRIDGE, H100)
-        phase = phase_time(forward_ops(DEEPSEEK, Part("moe", 10), shape, BRIDGE), H100, BRIDGE.time, ())
+        phase = phase_time(forward_ops(DEEPSEEK, Part(MOE_LAYER, 10), shape, BRIDGE), H100, BRIDGE.time, ())
         runs = {run.op.name: run for run in phase.runs}
         chunk_s, message_s = runs["attention_core_last"].cost.seconds, runs["cp_exchange"].cost.seconds / 15
         taken_s = runs["attention_core_last"].end_s - runs["attention_core"].start_s

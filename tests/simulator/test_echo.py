@@ -3,6 +3,7 @@
 import pytest
 
 from moeplan.hwprofiles.load import load_profile
+from moeplan.model_spec import DENSE_LAYER, MOE_LAYER
 from moeplan.plan import Plan
 from moeplan.presets import load_model
 from moeplan.simulator.echo import clone_bytes, clone_elements, levelled_load
@@ -24,17 +25,17 @@ def plan_of(**fields: object) -> Plan:
 def test_weights_of_clones() -> None:
     plan = plan_of(echo_slots=2)
     assert clone_elements(plan.model, 2, 1) == 2 * EXPERT
-    assert clone_bytes(plan.model, "moe", plan.point) == 2 * EXPERT * 2
-    assert clone_bytes(plan.model, "dense", plan.point) == 0
-    ops = {op.name: op for op in forward_ops(plan.model, Part("moe"), OpShape.of(plan.point, NATIVE, H200), NATIVE)}
+    assert clone_bytes(plan.model, MOE_LAYER, plan.point) == 2 * EXPERT * 2
+    assert clone_bytes(plan.model, DENSE_LAYER, plan.point) == 0
+    ops = {op.name: op for op in forward_ops(plan.model, Part(MOE_LAYER), OpShape.of(plan.point, NATIVE, H200), NATIVE)}
     assert ops["clone_weights"].comm_bytes == 2 * EXPERT * 2
     assert ops["clone_weights"].group.num_ranks == 8
 
 
 def test_parts_sum_to_the_layer() -> None:
     plan = plan_of(echo_slots=1)
-    parts = sum(size for _, _, size in layer_parts(plan.model, "moe", plan.point, NATIVE))
-    assert parts == pytest.approx(layer_bytes(plan.model, "moe", plan.point, NATIVE), rel=1e-12)
+    parts = sum(size for _, _, size in layer_parts(plan.model, MOE_LAYER, plan.point, NATIVE))
+    assert parts == pytest.approx(layer_bytes(plan.model, MOE_LAYER, plan.point, NATIVE), rel=1e-12)
 
 
 def test_a_level_load_costs_the_busiest_rank_less() -> None:

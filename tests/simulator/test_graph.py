@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from moeplan.hwprofiles.load import load_profile
+from moeplan.model_spec import MOE_LAYER
 from moeplan.plan import Plan
 from moeplan.simulator.backward_ops import backward_ops
 from moeplan.simulator.graph import FAMILY_INDEX, PhaseTime, critical_path, op_graph, phase_time
@@ -60,7 +61,7 @@ def test_layer_is_its_longest_path_and_exposed_seconds_add_up(
 ) -> None:
     plan = report_plan.replace(**changes)
     shape = OpShape.of(plan.point, STACK, PROFILE)
-    forward = forward_ops(plan.model, Part("moe", 5), shape, STACK)
+    forward = forward_ops(plan.model, Part(MOE_LAYER, 5), shape, STACK)
     for ops in (forward, backward_ops(forward, shape, STACK.time)):
         graph, time = op_graph(ops), phase_time(ops, PROFILE, STACK.time, cuda_graph)
         assert nx.is_directed_acyclic_graph(graph)
@@ -101,7 +102,7 @@ def test_slow_host_is_exposed_on_both_sides_of_a_dispatch() -> None:
 
 def test_overlap_hides_no_more_than_the_exchanges_or_the_compute(report_plan: Plan) -> None:
     shape = OpShape.of(report_plan.point, STACK, PROFILE)
-    ops = forward_ops(report_plan.model, Part("moe", 5), shape, STACK)
+    ops = forward_ops(report_plan.model, Part(MOE_LAYER, 5), shape, STACK)
     forward = phase_time(ops, PROFILE, STACK.time, FULL)
     backward = phase_time(backward_ops(ops, shape, STACK.time), PROFILE, STACK.time, FULL)
     exchanged = sum(run.cost.seconds for time in (forward, backward) for run in time.runs if run.op.kind == "exchange")
@@ -132,7 +133,7 @@ def test_an_exchange_longer_than_what_is_beside_it_exposes_the_rest() -> None:
 
 def test_the_critical_path_is_the_phase_and_crosses_streams(report_plan: Plan) -> None:
     shape = OpShape.of(report_plan.point, STACK, PROFILE)
-    ops = forward_ops(report_plan.model, Part("moe", 5), shape, STACK)
+    ops = forward_ops(report_plan.model, Part(MOE_LAYER, 5), shape, STACK)
     time = phase_time(ops, PROFILE, STACK.time, FULL)
     path = critical_path(time, ops)
     assert sum(run.cost.seconds for run in path) == pytest.approx(time.seconds)

@@ -7,7 +7,7 @@ import pytest
 from moeplan.flops import training_flops_per_token
 from moeplan.hwprofiles.load import load_profile
 from moeplan.layout import balanced_layout
-from moeplan.model_spec import ModelSpec
+from moeplan.model_spec import DENSE_LAYER, MOE_LAYER, ModelSpec
 from moeplan.plan import Plan
 from moeplan.presets import load_model
 from moeplan.simulator.backward_ops import backward_ops
@@ -67,7 +67,7 @@ def test_forward_flops_are_a_third_of_the_models(name: str, degrees: dict[str, i
 
 def test_backward_of_linears_is_twice_the_forward(report_plan: Plan) -> None:
     shape = OpShape.of(report_plan.point, STACK, PROFILE)
-    forward = forward_ops(report_plan.model, Part("moe", 5), shape, STACK)
+    forward = forward_ops(report_plan.model, Part(MOE_LAYER, 5), shape, STACK)
     backward = backward_ops(forward, shape, STACK.time)
 
     def gemm_flops(ops: list[Op]) -> float:
@@ -79,7 +79,7 @@ def test_backward_of_linears_is_twice_the_forward(report_plan: Plan) -> None:
 
 def test_attention_backward_has_five_gemms(report_plan: Plan) -> None:
     shape = OpShape.of(report_plan.point, STACK, PROFILE)
-    forward = forward_ops(report_plan.model, Part("moe", 5), shape, STACK)
+    forward = forward_ops(report_plan.model, Part(MOE_LAYER, 5), shape, STACK)
     core = next(op for op in forward if op.kind == "attention")
     back = next(op for op in backward_ops(forward, shape, STACK.time) if op.kind == "attention")
     assert back.flops / core.flops == pytest.approx((3 * 192 + 2 * 128) / (192 + 128))
@@ -88,7 +88,7 @@ def test_attention_backward_has_five_gemms(report_plan: Plan) -> None:
 def test_expert_rows_of_the_report(report_plan: Plan) -> None:
     """DeepSeek-V3 at EP64: each local expert sees T K EP / E = 8192 rows (report section 3.1)."""
     shape = OpShape.of(report_plan.point, STACK, PROFILE)
-    fc1 = next(op for op in forward_ops(report_plan.model, Part("moe", 5), shape, STACK) if op.name == "expert_fc1")
+    fc1 = next(op for op in forward_ops(report_plan.model, Part(MOE_LAYER, 5), shape, STACK) if op.name == "expert_fc1")
     assert (fc1.rows, fc1.num_groups, fc1.cols, fc1.inner) == (8192, 4, 4096, 7168)
 
 
@@ -113,14 +113,14 @@ def test_rows_are_padded_to_the_precisions_alignment() -> None:
 def test_recompute_runs_its_forward_again(report_plan: Plan, module: str, names: set[str]) -> None:
     plan = report_plan.replace(recompute=(module,))
     shape = OpShape.of(plan.point, STACK, PROFILE)
-    ops = backward_ops(forward_ops(plan.model, Part("moe", 5), shape, STACK), shape, STACK.time)
+    ops = backward_ops(forward_ops(plan.model, Part(MOE_LAYER, 5), shape, STACK), shape, STACK.time)
     assert {op.name.removesuffix(".again") for op in ops if op.phase == "fwd"} == names
 
 
 def test_full_recompute_repeats_the_exchange_but_not_the_head(report_plan: Plan) -> None:
     plan = report_plan.replace(recompute=("full",))
     shape = OpShape.of(plan.point, STACK, PROFILE)
-    layer = backward_ops(forward_ops(plan.model, Part("moe", 5), shape, STACK), shape, STACK.time)
+    layer = backward_ops(forward_ops(plan.model, Part(MOE_LAYER, 5), shape, STACK), shape, STACK.time)
     loss = backward_ops(forward_ops(plan.model, Part("loss"), shape, STACK), shape, STACK.time)
     assert {"dispatch.again", "combine.again"} <= {op.name for op in layer}
     assert not [op for op in loss if op.phase == "fwd"]
@@ -129,7 +129,7 @@ def test_full_recompute_repeats_the_exchange_but_not_the_head(report_plan: Plan)
 def test_tensor_parallel_layers_gather_and_scatter_once_each_way() -> None:
     plan = plan_of(load_model("qwen3-8b"), tp=4)
     shape = OpShape.of(plan.point, STACK, PROFILE)
-    forward = forward_ops(plan.model, Part("dense"), shape, STACK)
+    forward = forward_ops(plan.model, Part(DENSE_LAYER), shape, STACK)
     moved = [(op.kind, op.comm_bytes) for op in forward if op.stream == "tp"]
     full = 4096 * 4096 * 2  # tokens x hidden x BF16
     assert moved == [("all_gather", full), ("reduce_scatter", full)] * 2
@@ -142,7 +142,7 @@ def test_windowed_layers_see_fewer_keys() -> None:
     plan = plan_of(model, ep=8)
     shape = OpShape.of(plan.point, STACK, PROFILE)
     cores = {
-        layer: next(op for op in forward_ops(model, Part("moe", layer), shape, STACK) if op.kind == "attention")
+        layer: next(op for op in forward_ops(model, Part(MOE_LAYER, layer), shape, STACK) if op.kind == "attention")
         for layer in (0, 1)
     }
     assert model.is_windowed(0)
@@ -159,7 +159,7 @@ def test_older_attention_kernels_run_before_blackwell_alone(hardware: str, slowe
         seconds = []
         for stack in (STACK, titan):
             shape = OpShape.of(plan.point, stack, profile)
-            ops = forward_ops(model, Part("dense"), shape, stack)
+            ops = forward_ops(model, Part(DENSE_LAYER), shape, stack)
             ops = backward_ops(ops, shape, stack.time) if phase else ops
             seconds.append(next(cost(op, profile).seconds for op in ops if op.kind == "attention"))
         assert seconds[1] / seconds[0] == pytest.approx(slower)
@@ -171,14 +171,14 @@ def test_every_layout_symbol_becomes_a_part() -> None:
     counts: Counter[str] = Counter()
     for stage in StepModel(model, STACK, PROFILE).stage_parts(layout.text):
         for part, count in stage.items():
-            counts[part.kind] += count
+            counts[part.label] += count
     assert counts == {"embedding": 1, "dense": 3, "moe": 59, "mtp": 1, "loss": 2}
 
 
 def test_the_heads_of_mtp_depths_run_where_the_loss_is() -> None:
     """Report section 8: an MTP depth costs a layer and a head; Megatron scores all depths in the last stage."""
     *_, mtp, last = StepModel(load_model("deepseek-v3"), STACK, PROFILE).stage_parts("Et*3|(tt|)*29m|L")
-    assert {part.kind: count for part, count in mtp.items()} == {"mtp": 1, "moe": 1}
+    assert {part.label: count for part, count in mtp.items()} == {"mtp": 1, "moe": 1}
     assert last == {Part("loss"): 2}
 
 
@@ -190,21 +190,21 @@ def test_router_and_preprocess_have_the_kernels_of_the_report(
 ) -> None:
     """Report section 3.3: 72, 31 with the fused router, 17 where the flex dispatcher does the preprocess."""
     plan = report_plan.replace(dispatcher=dispatcher, router_fusion=fused)
-    ops = forward_ops(plan.model, Part("moe", 5), OpShape.of(plan.point, STACK, PROFILE), STACK)
+    ops = forward_ops(plan.model, Part(MOE_LAYER, 5), OpShape.of(plan.point, STACK, PROFILE), STACK)
     assert next(op for op in ops if op.name == "router").num_kernels == kernels
 
 
 def test_shared_expert_runs_beside_the_exchanges_where_asked(report_plan: Plan) -> None:
     """Report section 2.6: its first part waits for the router alone, its second for its own activation."""
     plan = report_plan.replace(shared_expert_overlap=True)
-    ops = forward_ops(plan.model, Part("moe", 5), OpShape.of(plan.point, STACK, PROFILE), STACK)
+    ops = forward_ops(plan.model, Part(MOE_LAYER, 5), OpShape.of(plan.point, STACK, PROFILE), STACK)
     by_name = {op.name: op for op in ops}
     names = list(by_name)
     assert by_name["shared_fc1"].after == ("router",)
     assert by_name["shared_fc2"].after == ("shared_act",)
     assert names.index("shared_fc1") < names.index("dispatch") < names.index("shared_fc2") < names.index("combine")
     assert by_name["moe_residual"].after == ("unpermute", "shared_fc2")
-    apart = forward_ops(report_plan.model, Part("moe", 5), OpShape.of(report_plan.point, STACK, PROFILE), STACK)
+    apart = forward_ops(report_plan.model, Part(MOE_LAYER, 5), OpShape.of(report_plan.point, STACK, PROFILE), STACK)
     assert sorted(names) == sorted(op.name for op in apart)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from moeplan.hwprofiles.load import load_profile
+from moeplan.model_spec import DENSE_LAYER, MOE_LAYER
 from moeplan.plan import Plan
 from moeplan.presets import load_model
 from moeplan.simulator.layer_state import expert_row_factor, layer_bytes, layer_parts, offloaded_bytes, on_device_frac
@@ -50,16 +51,16 @@ def test_rows_of_the_busiest_rank(changes: dict[str, Any], factor: float) -> Non
 
 @pytest.mark.parametrize("offload_layers, frac", [(0, 1), (2, 3 / 5), (4, 1 / 5), (9, 1 / 5)])
 def test_layers_of_all_chunks_of_a_rank_count(offload_layers: int, frac: float) -> None:
-    chunks = (Chunk(1, 1, 0, has_loss=False), Chunk(0, 2, 1, has_loss=True))
+    chunks = (Chunk(((DENSE_LAYER, 1), (MOE_LAYER, 1)), 0, has_loss=False), Chunk(((MOE_LAYER, 2),), 1, has_loss=True))
     assert on_device_frac(chunks, offload_layers) == pytest.approx(frac)
-    assert on_device_frac((Chunk(0, 0, 0, has_loss=True),), offload_layers) == 1
+    assert on_device_frac((Chunk((), 0, has_loss=True),), offload_layers) == 1
 
 
 @pytest.mark.parametrize("changes", [{}, {"precision": "mxfp8", "routing": "natural"}, {"cuda_graph": ["attn"]}])
 def test_parts_sum_to_the_layer(changes: dict[str, Any]) -> None:
     plan = qwen_plan(**changes)
-    parts = sum(size_bytes for _, _, size_bytes in layer_parts(plan.model, "moe", plan.point, MEGATRON))
-    assert parts == pytest.approx(layer_bytes(plan.model, "moe", plan.point, MEGATRON), rel=1e-12)
+    parts = sum(size_bytes for _, _, size_bytes in layer_parts(plan.model, MOE_LAYER, plan.point, MEGATRON))
+    assert parts == pytest.approx(layer_bytes(plan.model, MOE_LAYER, plan.point, MEGATRON), rel=1e-12)
 
 
 def test_partial_graphs_hold_about_seven_gigabytes(report_plan: Plan) -> None:
@@ -72,15 +73,15 @@ def test_offloaded_modules_keep_one_layer_here() -> None:
     """Expert inputs of 48 layers leave; those of one are on the device for backward (report section 1.6)."""
     plan, offloaded = qwen_plan(), qwen_plan(offload_modules=["expert_fc1"])
     rows = 4096 * 8 * 2048 * 2
-    assert offloaded_bytes(offloaded.model, "moe", offloaded.point, MEGATRON) == rows
+    assert offloaded_bytes(offloaded.model, MOE_LAYER, offloaded.point, MEGATRON) == rows
     assert activations(plan) - activations(offloaded) == 47 * rows
-    both = offloaded_bytes(plan.model, "moe", replace(plan.point, offload_modules=("fused_group_mlp",)), MEGATRON)
+    both = offloaded_bytes(plan.model, MOE_LAYER, replace(plan.point, offload_modules=("fused_group_mlp",)), MEGATRON)
     assert both == rows + 4096 * 8 * 2 * 768 * 2
 
 
 def test_offloaded_layers_leave_one_at_least() -> None:
     plan = qwen_plan()
-    layer = layer_bytes(plan.model, "moe", plan.point, MEGATRON)
+    layer = layer_bytes(plan.model, MOE_LAYER, plan.point, MEGATRON)
     assert activations(plan) - activations(qwen_plan(offload_layers=24)) == pytest.approx(24 * layer)
     assert activations(plan) - activations(qwen_plan(offload_layers=100)) == pytest.approx(47 * layer)
 
@@ -94,7 +95,7 @@ def test_a_stack_may_hold_two_layers_of_what_it_offloads() -> None:
         return max(memory_by_rank(plan.model, plan.point, native, GB300)["activations"])
 
     plan, rows = qwen_plan(), 4096 * 8 * 2048 * 2
-    layer = layer_bytes(plan.model, "moe", plan.point, native)
+    layer = layer_bytes(plan.model, MOE_LAYER, plan.point, native)
     assert held() - held(offload_modules=["expert_fc1"]) == 46 * rows
     assert held() - held(offload_layers=46) == pytest.approx(46 * layer)
     assert held() - held(offload_layers=47) == pytest.approx(46 * layer)
@@ -102,7 +103,7 @@ def test_a_stack_may_hold_two_layers_of_what_it_offloads() -> None:
 
 def test_overlap_holds_a_layer_more_without_pipeline_and_a_chunk_more_with_one(report_plan: Plan) -> None:
     plan = qwen_plan()
-    layer = layer_bytes(plan.model, "moe", plan.point, MEGATRON)
+    layer = layer_bytes(plan.model, MOE_LAYER, plan.point, MEGATRON)
     assert activations(qwen_plan(ep_overlap=True)) - activations(plan) == pytest.approx(layer)
     ahead = report_plan.replace(ep_overlap=True, layout=report_plan.layout)
     kept = [

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moeplan.hwprofiles.load import load_profile
-from moeplan.model_spec import ModelSpec, Moe
+from moeplan.model_spec import MOE_LAYER, ModelSpec, Moe
 from moeplan.plan import Plan
 from moeplan.presets import load_model
 from moeplan.simulator.backward_ops import backward_ops
@@ -30,7 +30,7 @@ def plan_of(model: ModelSpec = QWEN, **changes: Any) -> Plan:
 
 
 def moe_ops_of(plan: Plan) -> list[Op]:
-    return forward_ops(plan.model, Part("moe"), OpShape.of(plan.point, STACK, PROFILE), STACK)
+    return forward_ops(plan.model, Part(MOE_LAYER), OpShape.of(plan.point, STACK, PROFILE), STACK)
 
 
 def capped(**router: object) -> ModelSpec:

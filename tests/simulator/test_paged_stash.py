@@ -3,6 +3,7 @@
 import pytest
 
 from moeplan.hwprofiles.load import load_profile
+from moeplan.model_spec import MOE_LAYER
 from moeplan.plan import Plan
 from moeplan.presets import load_model
 from moeplan.simulator.activations import kept_bytes
@@ -22,12 +23,12 @@ def plan_of(**fields: object) -> Plan:
 
 def kept(**fields: object) -> float:
     plan = plan_of(**fields)
-    return layer_bytes(plan.model, "moe", plan.point, NATIVE)
+    return layer_bytes(plan.model, MOE_LAYER, plan.point, NATIVE)
 
 
 def test_room_is_the_larger_of_factor_and_load() -> None:
     plan = plan_of()
-    rows = kept_bytes(plan.model, "moe", plan.point, NATIVE).expert_rows_bytes
+    rows = kept_bytes(plan.model, MOE_LAYER, plan.point, NATIVE).expert_rows_bytes
     assert kept(paged_stash_factor=1.1) - kept() == pytest.approx(0.1 * rows)
     assert kept(paged_stash_factor=1.1, routing="natural") == kept(routing="natural")
     assert kept(paged_stash_factor=2, routing="natural") - kept() == pytest.approx(rows)
@@ -39,7 +40,7 @@ def test_room_is_the_larger_of_factor_and_load() -> None:
 def test_rows_are_copied_in_and_out(recompute: tuple[str, ...], width: int, factor: float) -> None:
     plan = plan_of(paged_stash_factor=factor, recompute=recompute)
     shape = OpShape.of(plan.point, NATIVE, H200)
-    ops = forward_ops(plan.model, Part("moe"), shape, NATIVE)
+    ops = forward_ops(plan.model, Part(MOE_LAYER), shape, NATIVE)
     stash = next(op for op in ops if op.name == "stash")
     assert stash.hbm_bytes == 2 * 8192 * 8 * (2048 + width) * 2
     back = next(op for op in backward_ops(ops, shape, NATIVE.time) if op.name == "stash.dgrad")

@@ -3,6 +3,7 @@
 import pytest
 
 from moeplan.hwprofiles.load import load_profile
+from moeplan.model_spec import MOE_LAYER
 from moeplan.plan import Plan
 from moeplan.presets import load_model
 from moeplan.simulator.backward_ops import backward_ops
@@ -24,7 +25,7 @@ def plan_of(model: str = "h200-fine", **fields: object) -> Plan:
 
 def added_bytes(plan: Plan) -> dict[str, float]:
     shape = OpShape.of(plan.point, NATIVE, H200)
-    ops = backward_ops(forward_ops(plan.model, Part("moe"), shape, NATIVE), shape, NATIVE.time)
+    ops = backward_ops(forward_ops(plan.model, Part(MOE_LAYER), shape, NATIVE), shape, NATIVE.time)
     return {op.name: op.epilogue_hbm_bytes for op in ops if op.phase == "wgrad"}
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moeplan.layout import balanced_layout
-from moeplan.model_spec import ModelSpec
+from moeplan.model_spec import DENSE_LAYER, MOE_LAYER, ModelSpec
 from moeplan.parameters import embedding_parameters, total_parameters
 from moeplan.plan import Plan
 from moeplan.presets import load_model, model_names
@@ -40,10 +40,10 @@ def test_tied_head_is_a_copy_only_away_from_the_embedding() -> None:
 
 
 def test_deepseek_v3_chunks_of_the_report(report_plan: Plan) -> None:
-    ranks = rank_chunks(report_plan.model, report_plan.layout, 4)
-    assert ranks[0] == (Chunk(3, 1, 0, False), *[Chunk(0, 4, 0, False)] * 3)
-    assert ranks[2] == (Chunk(0, 4, 0, False),) * 4
-    assert ranks[3][-1] == Chunk(0, 1, 1, has_loss=True)
+    ranks, four = rank_chunks(report_plan.model, report_plan.layout, 4), Chunk(((MOE_LAYER, 4),), 0, has_loss=False)
+    assert ranks[0] == (Chunk(((DENSE_LAYER, 3), (MOE_LAYER, 1)), 0, False), *[four] * 3)
+    assert ranks[2] == (four,) * 4
+    assert ranks[3][-1] == Chunk(((MOE_LAYER, 1),), 1, has_loss=True)
 
 
 @given(

@@ -8,6 +8,7 @@ import pytest
 from moeplan.errors import InvalidInputError
 from moeplan.files import toml_text
 from moeplan.hwprofiles.load import load_profile
+from moeplan.model_spec import MOE_LAYER
 from moeplan.plan import Plan
 from moeplan.presets import load_model
 from moeplan.simulator.layer_ops import forward_ops
@@ -115,7 +116,7 @@ def test_without_grouped_gemm_is_one_kernel_an_expert() -> None:
     shape = OpShape.of(plan.point, stack, load_profile("h100"))
     ops = {}
     for name, one in (("grouped", stack), ("single", stack.without_grouped_gemm())):
-        ops[name] = {op.name: op for op in forward_ops(plan.model, Part("moe"), shape, one)}
+        ops[name] = {op.name: op for op in forward_ops(plan.model, Part(MOE_LAYER), shape, one)}
     grouped, single = ops["grouped"]["expert_fc1"], ops["single"]["expert_fc1"]
     assert (grouped.kind, grouped.num_kernels) == ("grouped_gemm", 1)
     assert (single.kind, single.num_kernels, single.num_groups) == ("gemm", 16, 16)
