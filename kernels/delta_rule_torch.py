@@ -1,0 +1,93 @@
+"""The gated delta rule in chunks of tokens, as matrix products and one triangular solution a chunk (WY form).
+
+Inside a chunk, with g[i] the sum of log decays up to token i and S the state before it, the corrections d[i] = beta[i]
+(v[i] - k[i] S'[i]) solve (1 + A) d = beta (v - exp(g) k S), A[i, j] = beta[i] k[i] k[j] exp(g[i] - g[j]) below the
+diagonal (arXiv 2412.06464 section 3.3, 2406.06484 section 3). The solution is linear in S, so both parts of it are had
+for all chunks at once; only two products a chunk wait for the state before.
+
+Shapes: B sequences, n chunks of C tokens, K key heads, G value heads a key head, D width of a key, E of a value.
+"""
+
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from moeplan.kernels.delta_rule_reference import DeltaTokens, unit
+
+
+def gated_delta_rule(tokens: DeltaTokens, documents: tuple[int, ...], chunk_size: int) -> Tensor:
+    """See :func:`moeplan.kernels.delta_rule.gated_delta_rule`."""
+    dtype, num_key_heads = torch.promote_types(tokens.value.dtype, torch.float32), tokens.key.shape[2]
+    chunk_size = min(chunk_size, max(documents))
+
+    def chunked(x_BSV: Tensor) -> Tensor:
+        """Chunks [B, n, K, heads of each key head, C, ...] in the type of the states."""
+        x_BnCV: Tensor = _padded(x_BSV.to(dtype), documents, chunk_size).unflatten(1, (-1, chunk_size))
+        x_BnCKG: Tensor = x_BnCV.unflatten(3, (num_key_heads, -1))
+        return x_BnCKG.movedim(2, 4)
+
+    of_chunks = DeltaTokens(*(chunked(x) for x in tokens))
+    starts = set(accumulate((-(-length // chunk_size) for length in documents), initial=0))
+    out_BnKGCE = _run(of_chunks, starts)
+    out_BSVE = out_BnKGCE.movedim(4, 2).flatten(3, 4).flatten(1, 2)
+    return _cut(out_BSVE, documents, chunk_size).to(tokens.value.dtype)
+
+
+def _run(chunks: DeltaTokens, starts: set[int]) -> Tensor:
+    """out_BnKGCE; ``starts``: chunks that begin with a state of zeros."""
+    q_BnK1CD, k_BnK1CD, v_BnKGCE = unit(chunks.query), unit(chunks.key), chunks.value
+    q_BnK1CD = q_BnK1CD * q_BnK1CD.shape[-1] ** -0.5
+    beta_BnKGC1, so_far_BnKGC = chunks.beta[..., None], chunks.log_decay.cumsum(-1)
+    size, width = v_BnKGCE.shape[-2:]
+    later_CC = torch.ones(size, size, dtype=torch.bool, device=v_BnKGCE.device).triu(1)
+    # Before exp, which would overflow there.
+    between_BnKGCC = (so_far_BnKGC[..., None] - so_far_BnKGC[..., None, :]).masked_fill(later_CC, -torch.inf).exp()
+    before_BnKGC1, after_BnKGC1 = (
+        so_far_BnKGC.exp()[..., None],
+        (so_far_BnKGC[..., -1:] - so_far_BnKGC).exp()[..., None],
+    )
+    scores_BnKGCC = (q_BnK1CD @ k_BnK1CD.mT) * between_BnKGCC
+    system_BnKGCC = (k_BnK1CD @ k_BnK1CD.mT) * between_BnKGCC * beta_BnKGC1  # of which the diagonal is not read
+    sides = torch.cat([v_BnKGCE * beta_BnKGC1, k_BnK1CD * (beta_BnKGC1 * before_BnKGC1)], -1)
+    solved = torch.linalg.solve_triangular(system_BnKGCC, sides, upper=False, unitriangular=True)
+    parts = (solved[..., :width], solved[..., width:], (k_BnK1CD * after_BnKGC1).mT, before_BnKGC1[..., -1:, :])
+    states, corrections = _scan(parts, starts)
+    out_BnKGCE: Tensor = (q_BnK1CD * before_BnKGC1) @ states + scores_BnKGCC @ corrections
+    return out_BnKGCE
+
+
+def _scan(parts: tuple[Tensor, ...], starts: set[int]) -> tuple[Tensor, Tensor]:
+    """The state before each chunk, and the corrections of its tokens.
+
+    ``parts``: corrections for a state of zeros [B, n, K, G, C, E], what each channel of the state takes from them
+    [C, D], keys as they reach the chunk's end [D, C], and what the chunk leaves of the state.
+    """
+    values, keys = parts[:2]
+    state = zeros = values.new_zeros((*values[:, 0].shape[:3], keys.shape[-1], values.shape[-1]))
+    states, corrections = [], []
+    for index, (own, taken, key, left) in enumerate(zip(*(part.unbind(1) for part in parts), strict=True)):
+        if index in starts:
+            state = zeros
+        correction = own - taken @ state
+        states.append(state)
+        corrections.append(correction)
+        state = state * left + key @ correction
+    return torch.stack(states, 1), torch.stack(corrections, 1)
+
+
+def _padded(x_BS: Tensor, documents: tuple[int, ...], chunk_size: int) -> Tensor:
+    """Each document up to whole chunks with zeros: tokens that neither decay nor correct a state."""
+    if all(length % chunk_size == 0 for length in documents):
+        return x_BS
+    pads = [(0, 0) * (x_BS.dim() - 2) + (0, -length % chunk_size) for length in documents]
+    return torch.cat([F.pad(part, pad) for part, pad in zip(x_BS.split(documents, 1), pads, strict=True)], 1)
+
+
+def _cut(x_BS: Tensor, documents: tuple[int, ...], chunk_size: int) -> Tensor:
+    """Without what :func:`_padded` has added."""
+    if all(length % chunk_size == 0 for length in documents):
+        return x_BS
+    parts = x_BS.split([length + -length % chunk_size for length in documents], 1)
+    return torch.cat([part[:, :length] for part, length in zip(parts, documents, strict=True)], 1)
