@@ -178,6 +178,8 @@ class _AttentionBase(nn.Module):
 
     def rotate(self, x_BSND: Tensor, place: _Place) -> Tensor:
         """The first ``rotary_width`` channels turned by their positions."""
+        if not self.rotary_width:
+            return x_BSND
         with scope("elementwise"):
             if self.rotary_width == x_BSND.shape[3]:
                 return apply_rotary(x_BSND, *place.rotary)
@@ -201,7 +203,7 @@ class GroupedQueryAttention(_AttentionBase):
     """Queries, keys and values by one fused matrix; keys and values shared by groups of heads."""
 
     def __init__(self, plan: Plan, layer: int, mesh: Mesh, table: ParameterTable, attention: GqaAttention) -> None:
-        super().__init__(plan, layer, mesh, table, attention.rotary_dim or attention.head_dim)
+        super().__init__(plan, layer, mesh, table, (attention.rotary_dim or attention.head_dim) * attention.rotary)
         group = mesh.tp
         self.head_dim, self.num_kv_heads = attention.head_dim, attention.num_kv_heads // group.size
         hidden, name = plan.model.hidden_size, f"layers.{layer}.attention"
@@ -235,6 +237,8 @@ class GroupedQueryAttention(_AttentionBase):
             else:
                 # The rotated q and k are new tensors, so a view of v alone would keep the whole of qkv for backward.
                 v_BSMD = v_BSMD.contiguous()
+                if not self.rotary_width:
+                    q_BSND, k_BSMD = q_BSND.contiguous(), k_BSMD.contiguous()
         return self.project_out(self.core(self.rotate(q_BSND, place), self.rotate(k_BSMD, place), v_BSMD, place))
 
 

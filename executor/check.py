@@ -140,10 +140,10 @@ def _model_limits(model: ModelSpec, etp: int) -> Iterator[tuple[str, object, str
     moe, attention = model.moe, model.attention
     if model.linear_mixer is not None:
         yield "model.linear_mixer", model.linear_mixer.kind, "none in what is trained", "predict such plans only"
-    if isinstance(attention, GqaAttention) and (attention.output_gate or not attention.rotary):
-        yield "model.attention", "output_gate or no rotary", "plain attention in what is trained", "predict such plans"
-    if model.layer_pattern or (moe is not None and moe.latent_size):
-        yield "model", "layer_pattern or moe.latent_size", "neither in what is trained", "predict such plans only"
+    if isinstance(attention, GqaAttention) and attention.output_gate:
+        yield "model.attention.output_gate", True, "attention without a gate", "predict such plans only"
+    if moe is not None and moe.latent_size:
+        yield "model.moe.latent_size", moe.latent_size, "0 in what is trained", "predict such plans only"
     if moe is not None and moe.mlp_bias and model.hidden_size % etp:
         allowed = f"expert biases where etp divides model.hidden_size {model.hidden_size}"
         yield "etp", etp, allowed, "lower etp"

@@ -2,7 +2,7 @@
 
 A document is cut into 2 * cp chunks, of which rank i holds i and 2 * cp - 1 - i: under a causal mask every rank then
 has the same work (report section 6). A sequence is one document, or several one after the other, none of which sees
-another. Only attention looks beyond its own token.
+another. Only attention and linear mixers look beyond their own token.
 
 Shapes: B sequences of S positions, C = S / cp of them on this rank, N heads and M key-value heads, D width of a head.
 """
@@ -128,6 +128,33 @@ class GatheredAttention:
         return out_BNcD
 
 
+class HeadExchange:
+    """From a part of the tokens to a part of the heads and back: an all-to-all for what needs whole sequences.
+
+    The ranks of ``group`` share ``documents`` as load-balanced chunks. R ranks; S positions, C = S / R on each.
+    """
+
+    def __init__(self, documents: Documents, group: Group, device: torch.device) -> None:
+        self.group = group
+        self.order = gathered_order(documents, group, device)
+        self.inverse = self.order.argsort()
+
+    def to_heads(self, x_BCR: Tensor) -> Tensor:
+        """This rank's part [B, S, ...] of all positions, in order; each rank brings parts [B, C, R, ...] for all."""
+        rows = x_BCR.transpose(0, 2).flatten(0, 1)
+        return self._exchanged(rows)[self.order].transpose(0, 1)
+
+    def to_tokens(self, y_BS: Tensor) -> Tensor:
+        """Parts [B, C, R, ...] of all ranks for this rank's positions; each rank brings its part [B, S, ...]."""
+        rows = self._exchanged(y_BS.transpose(0, 1)[self.inverse])
+        y_RCB: Tensor = rows.unflatten(0, (self.group.size, -1))
+        return y_RCB.transpose(0, 2)
+
+    def _exchanged(self, rows: Tensor) -> Tensor:
+        equal = [rows.shape[0] // self.group.size] * self.group.size
+        return exchange_rows(rows, equal, equal, self.group, "cp_comm")
+
+
 class HeadSplitAttention:
     """Each rank brings its tokens' queries, keys and values of all heads, and attends for a part of them to all tokens.
 
@@ -136,28 +163,15 @@ class HeadSplitAttention:
 
     def __init__(self, documents: Documents, core: Core, group: Group, device: torch.device) -> None:
         self.core, self.group = core, group
-        self.order = gathered_order(documents, group, device)
-        self.inverse = self.order.argsort()
+        self.exchange = HeadExchange(documents, group, device)
 
     def __call__(self, q_BCND: Tensor, k_BCMD: Tensor, v_BCMD: Tensor, sinks_N: Tensor | None = None) -> Tensor:
         """out_BCND."""
-        whole = tuple(self._whole(x) for x in (q_BCND, k_BCMD, v_BCMD))
+        whole = tuple(self.exchange.to_heads(x.unflatten(2, (self.group.size, -1))) for x in (q_BCND, k_BCMD, v_BCMD))
         sinks = {} if sinks_N is None else {"sinks_N": sinks_N.chunk(self.group.size)[self.group.index]}
         with offloading("core_attn", *whole, rest="attn_proj"):
             out_BSnD = self.core(*whole, **sinks)
-        rows = self._exchanged(out_BSnD.transpose(0, 1)[self.inverse])
-        out_hCBnD: Tensor = rows.unflatten(0, (self.group.size, -1))
-        return out_hCBnD.permute(2, 1, 0, 3, 4).flatten(2, 3)
-
-    def _whole(self, x_BCND: Tensor) -> Tensor:
-        """This rank's heads of all positions, in order."""
-        x_BChnD: Tensor = x_BCND.unflatten(2, (self.group.size, -1))
-        rows = x_BChnD.permute(2, 1, 0, 3, 4).flatten(0, 1)
-        return self._exchanged(rows)[self.order].transpose(0, 1)
-
-    def _exchanged(self, rows: Tensor) -> Tensor:
-        equal = [rows.shape[0] // self.group.size] * self.group.size
-        return exchange_rows(rows, equal, equal, self.group, "cp_comm")
+        return self.exchange.to_tokens(out_BSnD).flatten(2, 3)
 
 
 def pack_attention(

@@ -10,6 +10,7 @@ from functools import partial
 from torch import Tensor, nn
 
 from moeplan.executor.attention import build_attention
+from moeplan.executor.linear_mixer import build_linear_mixer
 from moeplan.executor.mesh import Mesh
 from moeplan.executor.mlp import Mlp
 from moeplan.executor.moe import MoeBlock
@@ -23,35 +24,43 @@ from moeplan.plan import Plan
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP or experts, each after a norm and added to the residual stream.
+    """A mixer (attention or linear) and an MLP or experts, each after a norm and added to the residual stream.
 
-    Layers from ``num_layers`` on are those of MTP.
+    Layers of hybrid models may have one of the two alone. Layers from ``num_layers`` on are those of MTP.
     """
 
     def __init__(self, plan: Plan, layer: int, mesh: Mesh, table: ParameterTable) -> None:
         super().__init__()
         model, recompute = plan.model, plan.recompute
-        self.eps = model.norm_eps
-        self.attention_norm = table.add_norm(f"layers.{layer}.attention_norm.weight", model.hidden_size)
-        self.attention = build_attention(plan, layer, mesh, table)
-        self.mlp_norm = table.add_norm(f"layers.{layer}.mlp_norm.weight", model.hidden_size)
-        self.mlp: nn.Module
         kind = model.layer_kinds[layer] if layer < model.num_layers else model.mtp_kind
+        self.eps, self.drop_norms = model.norm_eps, "layernorm" in recompute
+        self.mixer: nn.Module | None = None
+        self.mlp: nn.Module | None = None
+        if kind.mixer != "none":
+            name = "attention" if kind.mixer == "attention" else "mixer"
+            self.mixer_norm = table.add_norm(f"layers.{layer}.{name}_norm.weight", model.hidden_size)
+            build = build_attention if kind.mixer == "attention" else build_linear_mixer
+            self.mixer = build(plan, layer, mesh, table)
+        if kind.mlp == "none":
+            return
+        self.mlp_norm = table.add_norm(f"layers.{layer}.mlp_norm.weight", model.hidden_size)
         if kind.mlp == "moe" and model.moe is not None:
             self.mlp = MoeBlock(plan, model.moe, layer, mesh, table)
             self.recompute_mlp = "moe" in recompute
         else:
             self.mlp = Mlp(model, f"layers.{layer}.mlp", model.dense_ffn_size, mesh.tp, table)
             self.recompute_mlp = "mlp" in recompute
-        self.drop_norms = "layernorm" in recompute
 
     def forward(self, x_LH: Tensor, layout: PackLayout | None = None) -> Tensor:
         """This rank's tokens through the layer; ``layout`` says where they lie, unless the plan does."""
-        attend = partial(self.attention, layout=layout)
+        if self.mixer is not None:
+            mix = partial(self.mixer, layout=layout)
+            with offloading("attn_norm", x_LH):
+                mixed_LH = self._normed(x_LH, self.mixer_norm, mix, recompute=False)
+            x_LH = self._add(x_LH, mixed_LH)
+        if self.mlp is None:
+            return x_LH
         update = partial(self.mlp, layout=layout) if isinstance(self.mlp, MoeBlock) else self.mlp
-        with offloading("attn_norm", x_LH):
-            attended_LH = self._normed(x_LH, self.attention_norm, attend, recompute=False)
-        x_LH = self._add(x_LH, attended_LH)
         with offloading("mlp_norm", x_LH):
             update_LH = self._normed(x_LH, self.mlp_norm, update, recompute=self.recompute_mlp)
         return self._add(x_LH, update_LH)

@@ -5,7 +5,7 @@ Matrices are [out, in] but for routed experts, which are [in, out], as a grouped
 
 from collections.abc import Iterator
 
-from moeplan.mixers import MlaAttention
+from moeplan.mixers import Mamba2, MlaAttention
 from moeplan.model_spec import ModelSpec
 
 Shapes = Iterator[tuple[str, tuple[int, ...]]]
@@ -29,12 +29,17 @@ def _weights(model: ModelSpec) -> Shapes:
             yield f"{name}.projection.weight", (hidden, 2 * hidden)
             for norm in ("embedding_norm", "hidden_norm", "final_norm"):
                 yield f"{name}.{norm}.weight", (hidden,)
-        yield f"{name}.attention_norm.weight", (hidden,)
-        yield f"{name}.mlp_norm.weight", (hidden,)
-        yield from _attention(model, f"{name}.attention")
+        if kind.mixer == "attention":
+            yield f"{name}.attention_norm.weight", (hidden,)
+            yield from _attention(model, f"{name}.attention")
+        elif kind.mixer == "linear":
+            yield f"{name}.mixer_norm.weight", (hidden,)
+            yield from _linear_mixer(model, f"{name}.mixer")
+        if kind.mlp != "none":
+            yield f"{name}.mlp_norm.weight", (hidden,)
         if kind.mlp == "dense":
             yield from _mlp(model, f"{name}.mlp", model.dense_ffn_size)
-        else:
+        elif kind.mlp == "moe":
             yield from _experts(model, name)
 
 
@@ -69,6 +74,29 @@ def _latent(attention: MlaAttention, hidden: int, name: str) -> Shapes:
     yield f"{name}.key_value_up.weight", (heads * (attention.qk_nope_head_dim + attention.v_head_dim), kv_rank)
 
 
+def _linear_mixer(model: ModelSpec, name: str) -> Shapes:
+    hidden, mixer = model.hidden_size, model.linear_mixer
+    assert mixer is not None
+    yield f"{name}.output.weight", (hidden, mixer.inner_size)
+    if isinstance(mixer, Mamba2):
+        yield from _mamba(mixer, hidden, name)
+
+
+def _mamba(mixer: Mamba2, hidden: int, name: str) -> Shapes:
+    """Named as the dual form of attention has it: what the papers call x, B and C are values, keys and queries."""
+    heads, shared = mixer.num_heads, mixer.num_groups * mixer.state_size
+    for part, width in (("gate", mixer.inner_size), ("value", mixer.inner_size), ("key", shared), ("query", shared)):
+        yield f"{name}.{part}.weight", (width, hidden)
+        if part != "gate":
+            yield f"{name}.{part}_conv.weight", (width, mixer.conv_kernel)
+            yield f"{name}.{part}_conv.bias", (width,)
+    yield f"{name}.time_step.weight", (heads, hidden)
+    yield f"{name}.time_step.bias", (heads,)
+    yield f"{name}.log_decay", (heads,)
+    yield f"{name}.skip", (heads,)
+    yield f"{name}.norm.weight", (mixer.inner_size,)
+
+
 def _mlp(model: ModelSpec, name: str, width: int) -> Shapes:
     for part in _inputs(model):
         yield f"{name}.{part}.weight", (width, model.hidden_size)
@@ -91,12 +119,15 @@ def _experts(model: ModelSpec, name: str) -> Shapes:
         yield from _mlp(model, f"{name}.shared_expert", moe.shared_ffn_size)
     if moe.shared_gate:
         yield f"{name}.shared_gate.weight", (1, hidden)
-    width = moe.expert_ffn_size
+    if moe.latent_size:
+        yield f"{name}.latent_down.weight", (moe.latent_size, hidden)
+        yield f"{name}.latent_up.weight", (hidden, moe.latent_size)
+    rows, width = model.expert_hidden_size, moe.expert_ffn_size
     for expert in range(moe.num_experts):
         for part in _inputs(model):
-            yield f"{name}.experts.{expert}.{part}.weight", (hidden, width)
+            yield f"{name}.experts.{expert}.{part}.weight", (rows, width)
             if moe.mlp_bias:
                 yield f"{name}.experts.{expert}.{part}.bias", (width,)
-        yield f"{name}.experts.{expert}.down.weight", (width, hidden)
+        yield f"{name}.experts.{expert}.down.weight", (width, rows)
         if moe.mlp_bias:
-            yield f"{name}.experts.{expert}.down.bias", (hidden,)
+            yield f"{name}.experts.{expert}.down.bias", (rows,)

@@ -79,7 +79,7 @@ def test_core_attention_sees_the_past_of_its_group(window: int | None) -> None:
 def test_latent_attention_is_its_formula(mesh: Mesh) -> None:
     spec = MLA_MODEL.attention
     assert isinstance(spec, MlaAttention)
-    block = build(tiny_plan(MLA_MODEL, 1), mesh).layers[0].attention
+    block = build(tiny_plan(MLA_MODEL, 1), mesh).layers[0].mixer
     assert isinstance(block, LatentAttention)
     assert block.q_down is not None
     assert block.q_norm is not None

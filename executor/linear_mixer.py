@@ -1,0 +1,79 @@
+"""Linear mixers: recurrences along the sequence, heads split over tensor-parallel ranks as attention's are.
+
+A state runs through the whole sequence, so that under context parallelism ranks exchange tokens for heads.
+
+Shapes: L tokens of this rank, T = B * C tokens of the tp group (C of each of B sequences), S positions of a sequence.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from moeplan.errors import InvalidInputError
+from moeplan.executor.context import Documents, HeadExchange
+from moeplan.executor.linear import row_linear
+from moeplan.executor.mesh import Group, Mesh
+from moeplan.executor.pack_layout import PackLayout
+from moeplan.executor.parameters import ParameterTable, residual_std, split_piece
+from moeplan.plan import Plan
+
+
+class Place(NamedTuple):
+    """Where tokens lie: ``seq_len`` of each sequence on this rank, documents of the whole, and how ranks exchange them.
+
+    ``exchange``: None where this rank holds whole sequences.
+    """
+
+    seq_len: int
+    documents: Documents
+    exchange: HeadExchange | None
+
+    @property
+    def head_ranks(self) -> int:
+        """Ranks that heads are split over beside tp."""
+        return 1 if self.exchange is None else self.exchange.group.size
+
+    @property
+    def head_rank(self) -> int:
+        """Which part of the heads this rank runs."""
+        return 0 if self.exchange is None else self.exchange.group.index
+
+
+class LinearMixerBase(nn.Module):
+    """Where tokens lie, and the output projection: what all linear mixers share. Weights are named ``name``.*."""
+
+    def __init__(self, plan: Plan, layer: int, mesh: Mesh, table: ParameterTable, inner_size: int) -> None:
+        super().__init__()
+        hidden, self.group = plan.model.hidden_size, mesh.tp
+        self.name = f"layers.{layer}.mixer"
+        self.plan_place = None if plan.dynamic_cp else place_of(plan.documents, mesh.cp, table.device)
+        std = residual_std(plan.model.num_layers)
+        piece = split_piece(f"{self.name}.output.weight", (hidden, inner_size), 1, self.group, std=std)
+        self.out_weight = table.add(piece, shape=(hidden, inner_size // self.group.size))
+
+    def place(self, layout: PackLayout | None) -> Place:
+        """That of the plan's sequences, or of a pack."""
+        if layout is None:
+            assert self.plan_place is not None
+            return self.plan_place
+        return layout.keep("linear_mixer", partial(place_of, layout.documents, layout.group, layout.device))
+
+    def project_out(self, out_TI: Tensor) -> Tensor:
+        """The addition to the residual stream of this rank's tokens."""
+        return row_linear(out_TI, self.out_weight, None, self.group)
+
+
+def place_of(documents: Documents, group: Group, device: torch.device) -> Place:
+    """Of documents that ``group`` shares."""
+    exchange = HeadExchange(documents, group, device) if group.size > 1 else None
+    return Place(sum(documents) // group.size, documents, exchange)
+
+
+def build_linear_mixer(plan: Plan, layer: int, mesh: Mesh, table: ParameterTable) -> nn.Module:
+    """The linear mixer of decoder layer ``layer``: forward(x_LH, layout) as attention's."""
+    mixer = plan.model.linear_mixer
+    raise InvalidInputError(
+        f"model.linear_mixer: got {mixer.kind if mixer else None}, the native executor runs none", "predict such plans"
+    )
