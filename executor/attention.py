@@ -27,6 +27,7 @@ from moeplan.executor.rope import model_rotary_tables
 from moeplan.executor.scopes import scope
 from moeplan.kernels.norm import rms_norm
 from moeplan.kernels.rotary import apply_rotary
+from moeplan.kernels.sigmoid_gate import sigmoid_gate
 from moeplan.kernels.split_qkv import split_qkv
 from moeplan.mixers import GqaAttention, MlaAttention
 from moeplan.model_spec import YarnScaling
@@ -124,6 +125,14 @@ class _Place(NamedTuple):
     attend: Core
 
 
+def _gated(attend: Core, gate_BSND: Tensor | None, q_BSND: Tensor, k_BSMD: Tensor, v_BSMD: Tensor) -> Tensor:
+    out_BSND = attend(q_BSND, k_BSMD, v_BSMD)
+    if gate_BSND is None:
+        return out_BSND
+    with scope("elementwise"):
+        return sigmoid_gate(out_BSND, gate_BSND)
+
+
 class _AttentionBase(nn.Module):
     """Rotary tables, the core, and the output projection: what both kinds share."""
 
@@ -186,12 +195,20 @@ class _AttentionBase(nn.Module):
             turned, kept = x_BSND.split([self.rotary_width, x_BSND.shape[3] - self.rotary_width], 3)
             return torch.cat([apply_rotary(turned, *place.rotary), kept], 3)
 
-    def core(self, q_BSND: Tensor, k_BSMD: Tensor, v_BSMD: Tensor, place: _Place) -> Tensor:
+    def core(
+        self, q_BSND: Tensor, k_BSMD: Tensor, v_BSMD: Tensor, place: _Place, gate_BSND: Tensor | None = None
+    ) -> Tensor:
+        """What the heads attend to, behind their gate where they have one."""
         attend = place.attend if self.sinks is None else partial(place.attend, sinks_N=self.sinks)
+        if self.recompute_core:
+            with offloading("core_attn", q_BSND, k_BSMD, v_BSMD):
+                return checkpointed(partial(_gated, attend), gate_BSND, q_BSND, k_BSMD, v_BSMD)
         with offloading("core_attn", q_BSND, k_BSMD, v_BSMD, rest="attn_proj"):
-            if self.recompute_core:
-                return checkpointed(attend, q_BSND, k_BSMD, v_BSMD)
-            return attend(q_BSND, k_BSMD, v_BSMD)
+            out_BSND = attend(q_BSND, k_BSMD, v_BSMD)
+        if gate_BSND is None:
+            return out_BSND
+        with scope("elementwise"), offloading("attn_proj", out_BSND):
+            return sigmoid_gate(out_BSND, gate_BSND)
 
     def project_out(self, out_BSND: Tensor) -> Tensor:
         out_TI = out_BSND.flatten(2).flatten(0, 1)
@@ -208,6 +225,9 @@ class GroupedQueryAttention(_AttentionBase):
         self.head_dim, self.num_kv_heads = attention.head_dim, attention.num_kv_heads // group.size
         hidden, name = plan.model.hidden_size, f"layers.{layer}.attention"
         heads = {"query": attention.num_heads, "key": attention.num_kv_heads, "value": attention.num_kv_heads}
+        self.has_gate = attention.output_gate
+        if self.has_gate:
+            heads["gate"] = attention.num_heads
         pieces, biases, start = [], [], 0
         for part, num in heads.items():
             rows = num * attention.head_dim
@@ -224,22 +244,26 @@ class GroupedQueryAttention(_AttentionBase):
         place = self.place(layout)
         with offloading("qkv_linear", x_LH):
             qkv_TO = column_linear(x_LH, self.qkv_weight, self.qkv_bias, self.group)
-        heads_BSOD = qkv_TO.view(-1, place.seq_len, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
-        if self.rotary_width == self.head_dim:
+        heads_BSOD = qkv_TO.view(-1, place.seq_len, qkv_TO.shape[1] // self.head_dim, self.head_dim)
+        if self.rotary_width == self.head_dim and not self.has_gate:
             norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm)
             with scope("elementwise"):
                 heads = split_qkv(heads_BSOD, self.num_kv_heads, place.rotary, norms, self.eps)
             return self.project_out(self.core(*heads, place))
-        q_BSND, k_BSMD, v_BSMD = heads_BSOD.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], 2)
+        kinds = [self.num_heads, self.num_kv_heads, self.num_kv_heads, self.num_heads * self.has_gate]
+        q_BSND, k_BSMD, v_BSMD, gate = heads_BSOD.split(kinds, 2)
+        gate_BSND = gate if self.has_gate else None
         with scope("elementwise"):
             if self.q_norm is not None and self.k_norm is not None:
                 q_BSND, k_BSMD = rms_norm(q_BSND, self.q_norm, self.eps), rms_norm(k_BSMD, self.k_norm, self.eps)
             else:
-                # The rotated q and k are new tensors, so a view of v alone would keep the whole of qkv for backward.
+                # The rotated q and k are new tensors, so views of the rest would keep the whole of qkv for backward.
                 v_BSMD = v_BSMD.contiguous()
+                gate_BSND = None if gate_BSND is None else gate_BSND.contiguous()
                 if not self.rotary_width:
                     q_BSND, k_BSMD = q_BSND.contiguous(), k_BSMD.contiguous()
-        return self.project_out(self.core(self.rotate(q_BSND, place), self.rotate(k_BSMD, place), v_BSMD, place))
+        turned = self.rotate(q_BSND, place), self.rotate(k_BSMD, place)
+        return self.project_out(self.core(*turned, v_BSMD, place, gate_BSND))
 
 
 class LatentAttention(_AttentionBase):

@@ -52,7 +52,7 @@ def attention_parameters(model: ModelSpec) -> int:
     query_size, kv_size = heads * width, attention.num_kv_heads * width
     gate = query_size * attention.output_gate
     weights = hidden * (query_size + gate + 2 * kv_size) + query_size * hidden
-    biases = (query_size + 2 * kv_size) * attention.qkv_bias + hidden * attention.out_bias
+    biases = (query_size + gate + 2 * kv_size) * attention.qkv_bias + hidden * attention.out_bias
     return weights + biases + heads * attention.sinks
 
 

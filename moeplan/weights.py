@@ -54,7 +54,8 @@ def _attention(model: ModelSpec, name: str) -> Shapes:
     if attention.sinks:
         yield f"{name}.sinks", (attention.num_heads,)
     kv = attention.num_kv_heads
-    for part, num in (("query", attention.num_heads), ("key", kv), ("value", kv)):
+    gates = (("gate", attention.num_heads),) if attention.output_gate else ()
+    for part, num in (("query", attention.num_heads), ("key", kv), ("value", kv), *gates):
         yield f"{name}.{part}.weight", (num * attention.head_dim, hidden)
         if attention.qkv_bias:
             yield f"{name}.{part}.bias", (num * attention.head_dim,)

@@ -50,7 +50,8 @@ Section = Literal["attention", "linear", "dense", "moe", "mtp", "loss"]
 class Sizes:
     """The widths that rows read, in elements per token; 0 for what a model lacks.
 
-    ``scores``: kept attention scores, all heads together; ``fused_qkv``: one projection to query, key and value;
+    ``scores``: kept attention scores, all heads together; ``gate``: of the output, as wide as all queries;
+    ``fused_qkv``: one projection to query, key, value and gate;
     ``kv_down`` and ``kv_up``: outputs of the latent projections; ``inner_norms``: rows normed inside attention.
     ``joins_output``: attention's output is put together from parts that it keeps as well.
     """
@@ -66,6 +67,7 @@ class Sizes:
     key: int
     value: int
     attended: int
+    gate: int
     q_rank: int
     kv_rank: int
     kv_down: int
@@ -109,6 +111,7 @@ def sizes_of(
     value = attention.num_kv_heads * attention.v_head_dim
     qk_norm = not isinstance(attention, MlaAttention) and attention.qk_norm
     qk_norms = (attention.num_heads + attention.num_kv_heads) * qk_norm
+    gate = 0 if isinstance(attention, MlaAttention) else query * attention.output_gate
     return Sizes(
         hidden=model.hidden_size,
         expert_hidden=model.expert_hidden_size,
@@ -121,11 +124,12 @@ def sizes_of(
         key=key,
         value=value,
         attended=attention.num_heads * attention.v_head_dim,
+        gate=gate,
         q_rank=mla.q_lora_rank if mla else 0,
         kv_rank=mla.kv_lora_rank if mla else 0,
         kv_down=mla.kv_lora_rank + mla.qk_rope_head_dim if mla else 0,
         kv_up=mla.num_heads * (mla.qk_nope_head_dim + mla.v_head_dim) if mla else 0,
-        fused_qkv=0 if mla else query + key + value,
+        fused_qkv=0 if mla else query + key + value + gate,
         inner_norms=1 + (mla.q_lora_rank > 0) if mla else qk_norms,
         qk_norm=qk_norm,
         scores=0 if fused_attention else attention.num_heads * seq_len,
@@ -276,7 +280,7 @@ _LOSS = (
 )
 
 # The executor, counted by hooks on what its autograd saves (tests/executor/test_saved_bytes.py). Against Megatron's:
-# under a QK norm one storage holds query, key and value as projected (views of it keep the whole), the latent down
+# under a QK norm one storage holds query, key, value and gate as projected (views keep the whole), the latent down
 # projection's holds the rotary part of the key as well, and the permutation is two indices and not a map of experts.
 # In low precision each linear keeps its input quantized, beside the input where something else keeps that.
 _NATIVE_ATTENTION = (
@@ -303,6 +307,14 @@ _NATIVE_ATTENTION = (
         lambda z: z.value * (not z.qk_norm),
         dropped_by=("mla_up_proj",),
         offloaded_by="core_attn",
+    ),
+    Row("gate of the output", "attention", lambda z: z.gate * (not z.qk_norm)),
+    Row(
+        "attention output before its gate",
+        "attention",
+        lambda z: z.gate,
+        dropped_by=("core_attn",),
+        offloaded_by="attn_proj",
     ),
     Row("attention output", "attention", lambda z: z.attended, offloaded_by="attn_proj"),
     Row("input of the output projection", "attention", lambda z: z.attended, "quantized_copy"),

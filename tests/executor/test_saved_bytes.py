@@ -16,6 +16,7 @@ from tests.executor.saved_bytes import layer_kept_bytes, model_kept_bytes
 NATIVE = load_stack("native")
 GQA = GqaAttention(num_heads=8, num_kv_heads=4, head_dim=32)
 NORMED = GQA.model_copy(update={"qk_norm": True})
+GATED = NORMED.model_copy(update={"output_gate": True, "rotary_dim": 16})
 MLA = MlaAttention(
     num_heads=8, q_lora_rank=96, kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32
 )
@@ -58,6 +59,8 @@ def tiny_tensors_leave_too(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         small_model(),
         small_model(NORMED),
+        small_model(GATED),
+        small_model(GQA.model_copy(update={"output_gate": True, "qkv_bias": True})),
         small_model(MLA),
         small_model(MLA.model_copy(update={"q_lora_rank": 0})),
         small_model(GQA.model_copy(update={"qkv_bias": True, "out_bias": True})),
@@ -86,7 +89,7 @@ RECOMPUTE: list[tuple[str, ...]] = [
 
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)
-@pytest.mark.parametrize("model", [small_model(), small_model(MLA), small_model(dense=True)])
+@pytest.mark.parametrize("model", [small_model(), small_model(GATED), small_model(MLA), small_model(dense=True)])
 def test_recompute(model: ModelSpec, recompute: tuple[str, ...]) -> None:
     check(small_plan(model, recompute=recompute))
 
@@ -114,7 +117,9 @@ def test_recompute_of_latent_attention(model: ModelSpec, recompute: tuple[str, .
         EVERYTHING | {"recompute": ("moe",)},
     ],
 )
-@pytest.mark.parametrize("model", [small_model(), small_model(NORMED), small_model(MLA), small_model(dense=True)])
+@pytest.mark.parametrize(
+    "model", [small_model(), small_model(NORMED), small_model(GATED), small_model(MLA), small_model(dense=True)]
+)
 def test_offload(model: ModelSpec, changes: dict[str, Any]) -> None:
     check(small_plan(model, **changes))
 
