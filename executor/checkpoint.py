@@ -19,9 +19,12 @@ from torch import Tensor
 
 from moeplan.errors import InvalidInputError, MoeplanError, RunFailedError
 from moeplan.executor.checkpoint_files import (
+    LATEST,
+    DamagedCheckpointError,
     FileSum,
     Manifest,
     begin_saving,
+    checkpoints_to_try,
     finish_saving,
     latest_checkpoint,
     problem_of,
@@ -29,11 +32,12 @@ from moeplan.executor.checkpoint_files import (
     saving_place,
     sum_file,
 )
+from moeplan.executor.collectives import gather_objects
 from moeplan.executor.failure import is_lost_peer
 from moeplan.executor.flat_buffer import Span
 from moeplan.executor.mesh import Mesh
 from moeplan.executor.model import Transformer
-from moeplan.executor.optimizer import ChainedOptimizer, gather_scalars
+from moeplan.executor.optimizer import ChainedOptimizer
 from moeplan.executor.tensor_slices import TensorSlice, buffer_slices
 from moeplan.plan import Plan
 from moeplan.run_config import RunConfig
@@ -51,6 +55,7 @@ class Checkpointer:
         self.group = dist.new_group(backend="gloo") if mesh.world.size > 1 else None
         self.is_first = mesh.rank == 0
         self.loaded: Manifest | None = None
+        self.skipped: list[str] = []  # damage of newer checkpoints than the loaded one
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
 
@@ -109,17 +114,45 @@ class Checkpointer:
     def load(self) -> int:
         """Take the state of the latest checkpoint; returns the number of steps it has done.
 
-        Raises InvalidInputError where there is none, it is of another model, or one of its files is damaged.
+        With the run's ``auto_resume``, of the newest one that is whole: ``skipped`` then says what is wrong with those
+        after it, which stay as they are. Raises InvalidInputError where there is none, it is of another model, or one
+        of its files is damaged.
         """
-        checkpoint = latest_checkpoint(self.folder)
-        manifest = read_manifest(checkpoint, self.plan.model)
-        self._check_files(checkpoint, manifest)
+        checkpoint, manifest = self._whole_checkpoint()
         self.optimizer.begin_loading()
         self._read(checkpoint)
         self.optimizer.take_loaded(manifest.step)
         torch.set_rng_state(torch.tensor(list(bytes.fromhex(manifest.rng)), dtype=torch.uint8))
         self.loaded = manifest
         return manifest.step
+
+    def _whole_checkpoint(self) -> tuple[Path, Manifest]:
+        """All ranks try the same ones in the same order, and leave one out where it looks damaged to any of them."""
+        falls_back = self.run.auto_resume
+        own = checkpoints_to_try(self.folder) if falls_back else [latest_checkpoint(self.folder)]
+        damages: list[str] = []
+        for checkpoint in gather_objects(own, self.mesh.world)[0]:
+            manifest, problem = self._opened(checkpoint)
+            damage = next(filter(None, gather_objects(problem, self.mesh.world)), "")
+            if manifest is not None and not damage:
+                self.skipped = damages
+                return checkpoint, manifest
+            damages.append(damage)
+        others = f"; nor is any of the {len(damages) - 1} before it whole" if len(damages) > 1 else ""
+        raise DamagedCheckpointError(
+            damages[0] + others, f"restore that file, or write the name of an older checkpoint into {LATEST}"
+        )
+
+    def _opened(self, checkpoint: Path) -> tuple[Manifest | None, str]:
+        """The manifest, and what is wrong with it or with this rank's share of the files."""
+        try:
+            manifest = read_manifest(checkpoint, self.plan.model)
+        except DamagedCheckpointError as error:
+            return None, error.message
+        for name in sorted(manifest.files)[self.mesh.rank :: self.mesh.world.size]:
+            if problem := problem_of(checkpoint, name, manifest.files[name]):
+                return manifest, f"{checkpoint / name} {problem}"
+        return manifest, ""
 
     def _copied(self, values: Tensor) -> Tensor:
         return values.detach().to("cpu", copy=True) if self.run.save_async else values.detach()
@@ -175,22 +208,6 @@ class Checkpointer:
         found: list[Any] | None = [None] * self.mesh.world.size if self.is_first else None
         dist.gather_object(sums, found, dst=0, group=self.group)
         return {name: one for part in found or () for name, one in part.items()}
-
-    def _check_files(self, checkpoint: Path, manifest: Manifest) -> None:
-        """Each rank reads its share of the files; all of them raise the same error where one is damaged."""
-        names = sorted(manifest.files)
-        bad = -1
-        for index in range(self.mesh.rank, len(names), self.mesh.world.size):
-            if bad < 0 and problem_of(checkpoint, names[index], manifest.files[names[index]]):
-                bad = index
-        found = gather_scalars(torch.tensor(float(bad), device=self.model.table.device), self.mesh.world)
-        if max(found) >= 0:
-            name = names[int(max(found))]
-            problem = problem_of(checkpoint, name, manifest.files[name])
-            raise InvalidInputError(
-                f"{checkpoint / name} {problem or 'is damaged'}",
-                "restore that file, or write the name of an older checkpoint into LATEST",
-            )
 
     def _read(self, checkpoint: Path) -> None:
         from torch.distributed.checkpoint.filesystem import FileSystemReader  # noqa: PLC0415 - as in _write

@@ -6,8 +6,10 @@ of the newest. A checkpoint is written under a name that begins with a dot and r
 
 import json
 import os
+import re
 import shutil
 import zlib
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -20,7 +22,12 @@ from moeplan.record import Record
 
 LATEST, MANIFEST = "LATEST", "manifest.json"
 _SAVING = ".saving-"
+_NAME = re.compile(r"step-(\d+)(?:-(\d+))?")  # the second number: of a run that came by this step again
 _BLOCK_BYTES = 2**22
+
+
+class DamagedCheckpointError(InvalidInputError):
+    """A checkpoint, or the name in ``LATEST``, is not what was written; an older one may be whole."""
 
 
 class FileSum(Record):
@@ -73,7 +80,30 @@ def problem_of(checkpoint: Path, name: str, expected: FileSum) -> str:
 
 def has_checkpoint(folder: Path) -> bool:
     """Whether a run has left a checkpoint in its folder."""
-    return (folder / LATEST).is_file()
+    return (folder / LATEST).is_file() or any(folder.glob(f"step-*/{MANIFEST}"))
+
+
+def checkpoints_to_try(folder: Path) -> list[Path]:
+    """The checkpoint that ``LATEST`` names, whole or not, then all others of no more steps, newest first.
+
+    Those of more steps were left behind by whoever wrote an older name into ``LATEST``. Where that file is lost, all of
+    them count. InvalidInputError where there is none.
+    """
+    name = ""
+    with suppress(InvalidInputError):  # lost or unreadable
+        name = read_text(folder / LATEST).strip()
+    others = {path.name: steps for path in folder.glob("step-*") if (steps := _steps_of(path.name)) is not None}
+    others.pop(name, None)
+    last = _steps_of(name)
+    older = [other for other in others if last is None or others[other] <= last]
+    names = [name] * bool(name) + sorted(older, key=others.__getitem__, reverse=True)
+    return [folder / one for one in names] or [latest_checkpoint(folder)]
+
+
+def _steps_of(name: str) -> tuple[int, int] | None:
+    """The steps of a checkpoint by its name, and how many runs had come by them; None where it is no such name."""
+    found = _NAME.fullmatch(name)
+    return (int(found[1]), int(found[2] or 1)) if found else None
 
 
 def latest_checkpoint(folder: Path) -> Path:
@@ -85,7 +115,7 @@ def latest_checkpoint(folder: Path) -> Path:
         )
     checkpoint = folder / read_text(pointer).strip()
     if not (checkpoint / MANIFEST).is_file():
-        raise InvalidInputError(
+        raise DamagedCheckpointError(
             f"{pointer} names {checkpoint.name}, which is not there or not whole",
             f"write the name of another folder in {folder} into {LATEST}",
         )
@@ -93,9 +123,15 @@ def latest_checkpoint(folder: Path) -> Path:
 
 
 def read_manifest(checkpoint: Path, model: ModelSpec) -> Manifest:
-    """The manifest of a checkpoint, which must be of ``model``. InvalidInputError names the first key that differs."""
+    """The manifest of a checkpoint, which must be of ``model``.
+
+    DamagedCheckpointError where there is none or it is broken, InvalidInputError names the first key that differs.
+    """
     path = checkpoint / MANIFEST
-    manifest = validate(Manifest, read_json(path), str(path))
+    try:
+        manifest = validate(Manifest, read_json(path), str(path))
+    except InvalidInputError as error:
+        raise DamagedCheckpointError(error.message, error.hint) from None
     saved, wanted = (one.model_dump(exclude={"source", "name"}) for one in (manifest.model, model))
     differing = [key for key in wanted if saved[key] != wanted[key]]
     if differing:
@@ -106,6 +142,23 @@ def read_manifest(checkpoint: Path, model: ModelSpec) -> Manifest:
             "resume with a plan of the same model, or start anew in another save_folder",
         )
     return manifest
+
+
+def first_manifest(folder: Path, model: ModelSpec, *, falls_back: bool) -> Manifest:
+    """The manifest of the checkpoint to go on from; with ``falls_back``, of the newest that has one.
+
+    Files are not read: :class:`Checkpointer` finds out later which are damaged. InvalidInputError where there is none.
+    """
+    if not falls_back:
+        return read_manifest(latest_checkpoint(folder), model)
+    damage: DamagedCheckpointError | None = None
+    for checkpoint in checkpoints_to_try(folder):
+        try:
+            return read_manifest(checkpoint, model)
+        except DamagedCheckpointError as error:
+            damage = damage or error
+    assert damage is not None
+    raise damage
 
 
 def begin_saving(folder: Path, step: int) -> Path:

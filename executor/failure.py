@@ -13,6 +13,8 @@ RUN_FOLDER_VARIABLE = "MOEPLAN_RUN_FOLDER"
 LAUNCHER_VARIABLE = "MOEPLAN_LAUNCHER_PID"
 # How a rank says that a signal ended it in good order; the launcher knows which one.
 STOPPED = "was asked to stop"
+# How lines begin that say which checkpoints a run could not go on from; the launcher passes them on.
+RESUME_PREFIX = "resume: "
 
 # What gloo, nccl and the store say when another rank has ended.
 _LOST_PEER_WORDS = (

@@ -19,6 +19,7 @@ import moeplan
 from moeplan.errors import InvalidInputError, MoeplanError, OutOfMemoryError, RunFailedError
 from moeplan.executor.failure import (
     LAUNCHER_VARIABLE,
+    RESUME_PREFIX,
     RUN_FOLDER_VARIABLE,
     STOPPED,
     Failure,
@@ -169,6 +170,7 @@ def _follow(process: "subprocess.Popen[str]", folder: Path, report: Callable[[st
             for line in process.stderr:
                 if line.startswith(_PROGRESS_PREFIX):
                     progress = f"after {line.split('  ')[0]}"
+                if line.startswith((_PROGRESS_PREFIX, RESUME_PREFIX)):
                     report(line.rstrip("\n"))
                 else:
                     log.append(line)

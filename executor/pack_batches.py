@@ -28,8 +28,8 @@ _NOTHING = torch.zeros(1, dtype=torch.int64)  # of an idle rank
 class PackBatches:
     """The packs of this rank."""
 
-    def __init__(self, plan: Plan, mesh: Mesh, tokens: TokenSource, device: torch.device) -> None:
-        self.plan, self.mesh, self.tokens, self.device = plan, mesh, tokens, device
+    def __init__(self, plan: Plan, mesh: Mesh, device: torch.device) -> None:
+        self.plan, self.mesh, self.device = plan, mesh, device
         self._packs = step_packs(plan, plan.document_lengths)
 
     def shape(self) -> StepShape:
@@ -37,16 +37,16 @@ class PackBatches:
         num_tokens = tuple(self._layout(index).num_tokens // self.mesh.tp.size for index in range(len(self._packs)))
         return StepShape(num_tokens, document_weights(self.plan, self.plan.document_lengths))
 
-    def micro_batch(self, step: int, index: int) -> MicroBatch:
+    def micro_batch(self, tokens: TokenSource, step: int, index: int) -> MicroBatch:
         """Ids of this rank's pack in micro-batch ``index``."""
-        return self._read(index, lambda document, length: self.tokens.document(step, document, length))
+        return self._read(index, lambda document, length: tokens.document(step, document, length))
 
-    def validation_micro_batch(self, index: int, batch: int = 0, num_batches: int = 1) -> MicroBatch:
+    def validation_micro_batch(self, tokens: TokenSource, index: int, batch: int, num_batches: int) -> MicroBatch:
         """As :meth:`micro_batch`, of held-out ids of batch ``batch`` of as many, the same at every step."""
         num = len(self.plan.document_lengths)
 
         def read(document: int, length: int) -> Tensor:
-            return self.tokens.validation_document(batch * num + document, length, num_batches * num)
+            return tokens.validation_document(batch * num + document, length, num_batches * num)
 
         return self._read(index, read)
 

@@ -14,7 +14,7 @@ from moeplan.executor.check import (
     check_supported,
     check_world,
 )
-from moeplan.executor.checkpoint_files import has_checkpoint, latest_checkpoint, read_manifest
+from moeplan.executor.checkpoint_files import first_manifest, has_checkpoint
 from moeplan.executor.step_log import check_log_folder
 from moeplan.executor.token_file import run_files
 from moeplan.files import check_writable
@@ -25,10 +25,13 @@ _RESTARTS_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
 
 
 def settled(run: RunConfig) -> RunConfig:
-    """The run with ``resume`` decided: ``auto_resume``, and workers started anew, go on where there is a checkpoint."""
+    """The run with ``resume`` decided: ``auto_resume``, and workers started anew, go on where there is a checkpoint.
+
+    These take an older one where the newest is damaged, which ``auto_resume`` then says.
+    """
     if run.resume or not run.save_folder or not (run.auto_resume or num_restarts()):
         return run
-    return run.model_copy(update={"resume": has_checkpoint(Path(run.save_folder))})
+    return run.model_copy(update={"resume": has_checkpoint(Path(run.save_folder)), "auto_resume": True})
 
 
 def check_start(plan: Plan, run: RunConfig, num_processes: int, out: Path) -> None:
@@ -94,8 +97,7 @@ def _check_pairs(run: RunConfig) -> None:
 def _check_checkpoints(plan: Plan, run: RunConfig) -> None:
     folder = Path(run.save_folder)
     if run.resume:
-        checkpoint = latest_checkpoint(folder)
-        check_resumed(run, read_manifest(checkpoint, plan.model).step)
+        check_resumed(run, first_manifest(folder, plan.model, falls_back=run.auto_resume).step)
     elif run.save_folder and has_checkpoint(folder):
         raise InvalidInputError(
             f"save_folder {folder}: holds checkpoints of a run", "go on with it by resume, or name a new folder"

@@ -77,7 +77,7 @@ class Trainer:
     def __init__(self, plan: Plan, run: RunConfig, mesh: Mesh, tokens: TokenSource, device: torch.device) -> None:
         self.plan, self.run, self.mesh, self.tokens, self.device = plan, run, mesh, tokens, device
         self.model = Transformer(plan, mesh, run.seed, device, first_weights(plan, run))
-        self.packs = PackBatches(plan, mesh, tokens, device) if plan.dynamic_cp else None
+        self.packs = PackBatches(plan, mesh, device) if plan.dynamic_cp else None
         self.pipeline = Pipeline(plan, mesh, self.model, self.packs.shape() if self.packs else plan_shape(plan))
         self.routing = RoutingControl(plan, run, mesh)
         for router in self.model.routers():
@@ -150,7 +150,7 @@ class Trainer:
         def loss_of(batch: int) -> float:
             def micro_batch(index: int) -> MicroBatch:
                 if self.packs is not None:
-                    return self.packs.validation_micro_batch(index, batch, num_batches)
+                    return self.packs.validation_micro_batch(self.tokens, index, batch, num_batches)
                 first = (self.mesh.dp.index * plan.num_micro_batches + index) * plan.mbs
                 first += batch * plan.global_batch_size
                 tokens, targets = self.tokens.validation_batch(first, plan.mbs, total)
@@ -171,7 +171,7 @@ class Trainer:
         """Ids of micro-batch ``index`` of this rank's dp index."""
         plan, self.progress = self.plan, self.progress + 1
         if self.packs is not None:
-            return self.packs.micro_batch(number, index)
+            return self.packs.micro_batch(self.tokens, number, index)
         first = (self.mesh.dp.index * plan.num_micro_batches + index) * plan.mbs
         return self._cut(*self.tokens.batch(number, first, plan.mbs))
 

@@ -31,6 +31,7 @@ from moeplan.executor.determinism import make_deterministic
 from moeplan.executor.export_hf import copy_tokenizer, export_trained
 from moeplan.executor.failure import (
     LAUNCHER_VARIABLE,
+    RESUME_PREFIX,
     Failure,
     FailureKind,
     is_lost_peer,
@@ -102,6 +103,7 @@ def run_rank(plan_path: Path, run_path: Path | None, out_path: Path) -> None:
             _stop_at_sigterm(trainer)
         if run.resume:
             trainer.resume()
+            _report_skipped(trainer, rank)
         if trainer.first_step < run.steps:
             _train_measured(trainer, rank, resident_before_bytes, out_path)
         if run.export_hf:
@@ -111,6 +113,15 @@ def run_rank(plan_path: Path, run_path: Path | None, out_path: Path) -> None:
         dist.barrier()
     finally:
         dist.destroy_process_group()
+
+
+def _report_skipped(trainer: Trainer, rank: int) -> None:
+    """Damaged checkpoints that the run did not go on from; ranks have all found the same."""
+    checkpoints = trainer.checkpoints
+    if rank == 0 and checkpoints is not None and checkpoints.skipped:
+        for damage in checkpoints.skipped:
+            _report(f"{RESUME_PREFIX}left out: {damage}")
+        _report(f"{RESUME_PREFIX}goes on after step {trainer.first_step}, from the newest whole checkpoint")
 
 
 def _train_measured(trainer: Trainer, rank: int, resident_before_bytes: float, out_path: Path) -> None:

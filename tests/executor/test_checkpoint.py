@@ -222,6 +222,44 @@ def test_a_damaged_shard_is_named(tmp_path: Path, damage: str) -> None:
     assert words[damage] in message
 
 
+def save_twice(rank: int, run: RunConfig) -> None:
+    trainer = build_trainer(rank, tiny_plan(GQA, 2, ep=2), run)
+    assert trainer.checkpoints is not None
+    for number in range(2):
+        trainer.step(number)
+        trainer.checkpoints.save(number + 1)
+    trainer.checkpoints.wait()
+
+
+def resumed(rank: int, side: Side, run: RunConfig) -> tuple[int, list[str]]:
+    """Steps done, and what was left out."""
+    trainer = build_trainer(rank, tiny_plan(GQA, side[0], **side[1]), run)
+    assert trainer.checkpoints is not None
+    trainer.resume()
+    return trainer.first_step, trainer.checkpoints.skipped
+
+
+def test_auto_resume_goes_on_from_the_newest_whole_checkpoint_and_says_what_it_left_out(
+    pools: Pools, tmp_path: Path
+) -> None:
+    run = saving(tmp_path, steps=20)
+    pools[2].run(save_twice, run)
+    newest = tmp_path / "step-00000002"
+    shard = next(newest.glob("__1_*"))  # which one rank of two looks at
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    message = f"{shard} is not what was written: its checksum differs"
+    auto = run.model_copy(update={"auto_resume": True})
+    assert pools[2].run(resumed, (2, {"pp": 2}), auto) == [(1, [message])] * 2
+    assert resumed(0, (1, {}), auto) == (1, [message])
+    assert message in load_alone(run)  # who asks for the latest gets no other
+    assert shard.exists()
+    (tmp_path / "step-00000001" / MANIFEST).unlink()
+    assert load_alone(auto) == f"{message}; nor is any of the 1 before it whole"
+    shard.write_bytes(content)
+    assert resumed(0, (1, {}), auto) == (2, [])
+
+
 def test_a_folder_without_a_whole_checkpoint_says_so(tmp_path: Path) -> None:
     run = saving(tmp_path / "none")
     assert "no checkpoint to resume from" in load_alone(run)

@@ -11,6 +11,7 @@ import torch
 
 from moeplan.cp_schedule import PlacedPack
 from moeplan.executor import pack_batches
+from moeplan.executor.data import open_tokens
 from moeplan.executor.step_log import StepLog
 from moeplan.executor.train import train
 from moeplan.flops import training_flops_per_token
@@ -135,13 +136,26 @@ def test_validation_loss_equals_one_process(pools: Pools) -> None:
         assert loss == pytest.approx(expected, abs=TOLERANCE)
 
 
+def test_packs_read_the_data_that_a_resumed_run_goes_on_with(tmp_path: Path) -> None:
+    run = RUN.model_copy(update={"save_folder": str(tmp_path), "data_order": "shuffled", "steps": 20})
+    trainer = build_trainer(0, dynamic_plan("gqa", 1, "whole sequences"), run)
+    assert trainer.checkpoints is not None
+    trainer.checkpoints.save(1)
+    more = {"global_batch_size": 9, "document_lengths": (16,) * 9}
+    again = build_trainer(0, dynamic_plan("gqa", 1, "whole sequences", **more), run)
+    again.resume()
+    found = again._micro_batch(1, 0).tokens[0]
+    assert torch.equal(found, trainer.tokens.document(1, 0, 16)[:-1])  # the ninth sequence, which comes next
+    assert not torch.equal(found, open_tokens(again.plan, run).document(1, 0, 16)[:-1])
+
+
 def forward_ring_bytes(rank: int, plan: Plan) -> list[int]:
     """Sent in rings by this rank in the forward of each micro-batch."""
     trainer, found = build_trainer(rank, plan, RUN), []
     assert trainer.packs is not None
     for index in range(trainer.pipeline.shape.num_micro_batches):
         with counting_traffic() as calls, torch.no_grad():
-            trainer.pipeline._module(0)(trainer.packs.micro_batch(0, index), None)
+            trainer.pipeline._module(0)(trainer.packs.micro_batch(trainer.tokens, 0, index), None)
         found.append(sum(call.message_bytes for call in calls if call.kind == "send"))
     return found
 

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from moeplan.errors import InvalidInputError, RunFailedError
+from moeplan.executor.failure import RESUME_PREFIX
 from moeplan.executor.launch import Rendezvous, launch
 from moeplan.results import Figures
 from moeplan.run_environment import ALLOCATOR_VARIABLE, GROWING_SEGMENTS
@@ -183,6 +184,16 @@ def test_a_rank_that_aborts_is_quoted(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(RunFailedError, match="rank 1 was killed by SIGABRT before the first step") as raised:
         launch(*files(tmp_path, PLAN), 2)
     assert raised.value.hint == "the end of its log:\n" + "\n".join(ABORTED.splitlines()[:2])
+
+
+def test_what_a_run_could_not_go_on_from_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said, real = [f"{RESUME_PREFIX}left out: a", "step 5/6  loss 1"], subprocess.Popen
+    (tmp_path / "log").write_text("\n".join([*said, "a warning"]), encoding="utf-8")
+    command = ["sh", "-c", f"cat '{tmp_path / 'log'}' >&2"]
+    monkeypatch.setattr(subprocess, "Popen", lambda _torchrun, **options: real(command, **options))
+    lines: list[str] = []
+    launch(*files(tmp_path, PLAN), 2, lines.append)
+    assert lines == said
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -1,5 +1,8 @@
 """What one rank refuses before it joins the others."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
@@ -24,3 +27,15 @@ def test_a_rank_that_nobody_started_says_how_to_start_it(monkeypatch: pytest.Mon
     with pytest.raises(InvalidInputError, match=r"RANK.* is not set") as caught:
         worker._world()
     assert "torchrun" in caught.value.hint
+
+
+def test_the_first_rank_says_which_checkpoints_are_damaged(capsys: pytest.CaptureFixture[str]) -> None:
+    trainer: Any = SimpleNamespace(checkpoints=SimpleNamespace(skipped=["a is cut"]), first_step=4)
+    worker._report_skipped(trainer, 1)
+    assert not capsys.readouterr().err
+    worker._report_skipped(trainer, 0)
+    said = "resume: left out: a is cut\nresume: goes on after step 4, from the newest whole checkpoint\n"
+    assert capsys.readouterr().err == said
+    trainer.checkpoints.skipped = []
+    worker._report_skipped(trainer, 0)
+    assert not capsys.readouterr().err
