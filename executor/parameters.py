@@ -7,7 +7,7 @@ depend on how many ranks there are.
 import hashlib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ INIT_STD = 0.02
 class Piece:
     """The part ``source`` of the whole tensor ``name`` of ``shape``, lying at ``target`` in a local parameter.
 
-    Fresh values are ``fill`` plus ``std`` times a standard normal draw.
+    Fresh values are ``fill`` plus ``std`` times a standard normal draw, or ``of_uniform`` of draws from 0 to 1.
     """
 
     name: str
@@ -31,6 +31,7 @@ class Piece:
     target: tuple[slice, ...]
     std: float = INIT_STD
     fill: float = 0.0
+    of_uniform: Callable[[Tensor], Tensor] | None = None
 
 
 def whole_piece(name: str, shape: tuple[int, ...], *, std: float = INIT_STD, fill: float = 0.0) -> Piece:
@@ -45,20 +46,27 @@ def split_range(size: int, group: Group) -> tuple[int, int]:
 
 
 def split_piece(
-    name: str, shape: tuple[int, ...], dim: int, group: Group, *, start: int = 0, std: float = INIT_STD
+    name: str,
+    shape: tuple[int, ...],
+    dim: int,
+    group: Group,
+    *,
+    start: int = 0,
+    std: float = INIT_STD,
+    fill: float = 0.0,
+    of_uniform: Callable[[Tensor], Tensor] | None = None,
 ) -> Piece:
     """A tensor split over ``group`` along ``dim``; the local part lies from ``start`` along that dimension."""
     first, end = split_range(shape[dim], group)
     source, target = ([slice(0, size) for size in shape] for _ in range(2))
     source[dim] = slice(first, end)
     target[dim] = slice(start, start + end - first)
-    return Piece(name, shape, tuple(source), tuple(target), std)
+    return Piece(name, shape, tuple(source), tuple(target), std, fill, of_uniform)
 
 
 def stack_piece(piece: Piece, index: int) -> Piece:
     """The same piece as item ``index`` of a stacked parameter with one more leading dimension."""
-    target = (slice(index, index + 1), *piece.target)
-    return Piece(piece.name, piece.shape, piece.source, target, piece.std, piece.fill)
+    return replace(piece, target=(slice(index, index + 1), *piece.target))
 
 
 def residual_std(num_layers: int) -> float:
@@ -156,8 +164,10 @@ def drawn(piece: Piece, seed: int, device: torch.device) -> Tensor:
 
 def _draw(piece: Piece, seed: int, device: torch.device) -> Tensor:
     """The whole tensor in fp32, the same on every rank of one kind of device."""
-    if piece.std == 0:
+    if piece.std == 0 and piece.of_uniform is None:
         return torch.full(piece.shape, piece.fill, device=device)
     digest = hashlib.sha256(f"{seed}/{piece.name}".encode()).digest()
     generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:7], "big"))
+    if piece.of_uniform is not None:
+        return piece.of_uniform(torch.rand(piece.shape, generator=generator, device=device))
     return torch.randn(piece.shape, generator=generator, device=device).mul_(piece.std).add_(piece.fill)
