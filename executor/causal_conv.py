@@ -22,3 +22,8 @@ def causal_conv(x_BSC: Tensor, weight_CK: Tensor, bias_C: Tensor | None, documen
     # The last taps of one document reach the first tokens of the next: outputs there belong to nobody.
     sizes = [size for length in documents for size in (length, before)][:-1]
     return F.silu(torch.cat(summed_BCP.split(sizes, 2)[::2], 2).transpose(1, 2))
+
+
+def fresh_taps(uniform_CK: Tensor) -> Tensor:
+    """First weights from uniform draws, as torch's convolutions have them: up to 1 / sqrt(K) either way."""
+    return uniform_CK.mul_(2).sub_(1).mul_(uniform_CK.shape[1] ** -0.5)

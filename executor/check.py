@@ -8,6 +8,7 @@ from moeplan.errors import InvalidInputError
 from moeplan.executor.routing_files import check_replay
 from moeplan.hf_export import hf_config_of
 from moeplan.hf_folder import check_model, open_folder
+from moeplan.mixers import Mamba2
 from moeplan.model_spec import ModelSpec
 from moeplan.plan import Plan
 from moeplan.run_config import RunConfig
@@ -137,8 +138,8 @@ def _primary_weight_limits(plan: Plan) -> Iterator[tuple[str, object, str, str]]
 
 def _model_limits(model: ModelSpec, etp: int) -> Iterator[tuple[str, object, str, str]]:
     moe = model.moe
-    if model.linear_mixer is not None:
-        yield "model.linear_mixer", model.linear_mixer.kind, "none in what is trained", "predict such plans only"
+    if isinstance(model.linear_mixer, Mamba2):
+        yield "model.linear_mixer", "mamba2", "gated_delta_net", "predict such plans only"
     if moe is not None and moe.latent_size:
         yield "model.moe.latent_size", moe.latent_size, "0 in what is trained", "predict such plans only"
     if moe is not None and moe.mlp_bias and model.hidden_size % etp:

@@ -9,8 +9,9 @@ from functools import partial
 
 from torch import Tensor, nn
 
+from moeplan.errors import InvalidInputError
 from moeplan.executor.attention import build_attention
-from moeplan.executor.linear_mixer import build_linear_mixer
+from moeplan.executor.gated_delta_net import GatedDeltaNetMixer
 from moeplan.executor.mesh import Mesh
 from moeplan.executor.mlp import Mlp
 from moeplan.executor.moe import MoeBlock
@@ -20,7 +21,19 @@ from moeplan.executor.parameters import ParameterTable
 from moeplan.executor.recompute import checkpointed, dropping_output
 from moeplan.executor.scopes import scope
 from moeplan.kernels.norm import rms_norm
+from moeplan.mixers import GatedDeltaNet
 from moeplan.plan import Plan
+
+
+def build_linear_mixer(plan: Plan, layer: int, mesh: Mesh, table: ParameterTable) -> nn.Module:
+    """The linear mixer of decoder layer ``layer``: forward(x_LH, layout) as attention's."""
+    mixer = plan.model.linear_mixer
+    if isinstance(mixer, GatedDeltaNet):
+        return GatedDeltaNetMixer(plan, layer, mesh, table, mixer)
+    raise InvalidInputError(
+        f"model.linear_mixer: got {mixer.kind if mixer else None}, the native executor runs gated_delta_net",
+        "predict such plans",
+    )
 
 
 class DecoderLayer(nn.Module):

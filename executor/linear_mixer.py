@@ -11,7 +11,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from moeplan.errors import InvalidInputError
 from moeplan.executor.context import Documents, HeadExchange
 from moeplan.executor.linear import row_linear
 from moeplan.executor.mesh import Group, Mesh
@@ -69,11 +68,3 @@ def place_of(documents: Documents, group: Group, device: torch.device) -> Place:
     """Of documents that ``group`` shares."""
     exchange = HeadExchange(documents, group, device) if group.size > 1 else None
     return Place(sum(documents) // group.size, documents, exchange)
-
-
-def build_linear_mixer(plan: Plan, layer: int, mesh: Mesh, table: ParameterTable) -> nn.Module:
-    """The linear mixer of decoder layer ``layer``: forward(x_LH, layout) as attention's."""
-    mixer = plan.model.linear_mixer
-    raise InvalidInputError(
-        f"model.linear_mixer: got {mixer.kind if mixer else None}, the native executor runs none", "predict such plans"
-    )

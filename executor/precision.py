@@ -1,6 +1,7 @@
 """Which matrices a plan's precision quantizes: the recipe part by part (report section 5.2).
 
-Quantized: projections of attention, dense and shared MLPs, routed experts, and the projection before a layer of MTP.
+Quantized: projections of attention and linear mixers, dense and shared MLPs, routed experts, and the projection before
+a layer of MTP.
 Not: embedding, head, router, gates, norms and the attention core, whose work is small or whose errors add up.
 """
 
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from moeplan.executor.attention import GroupedQueryAttention, LatentAttention
+from moeplan.executor.gated_delta_net import GatedDeltaNetMixer
 from moeplan.executor.mlp import Mlp
 from moeplan.executor.moe import Experts
 from moeplan.executor.mtp import MtpLayer
@@ -34,6 +36,8 @@ def _matrices(module: nn.Module) -> Iterator[_Matrix]:
         case GroupedQueryAttention():
             yield _Matrix(module.qkv_weight, "layernorm")
             yield _Matrix(module.out_weight)
+        case GatedDeltaNetMixer():
+            yield from (_Matrix(module.in_weight, "layernorm"), _Matrix(module.out_weight))
         case LatentAttention():
             if module.q_down is not None:
                 yield _Matrix(module.q_down, "layernorm")

@@ -5,7 +5,7 @@ Matrices are [out, in] but for routed experts, which are [in, out], as a grouped
 
 from collections.abc import Iterator
 
-from moeplan.mixers import Mamba2, MlaAttention
+from moeplan.mixers import GatedDeltaNet, Mamba2, MlaAttention
 from moeplan.model_spec import ModelSpec
 
 Shapes = Iterator[tuple[str, tuple[int, ...]]]
@@ -81,6 +81,21 @@ def _linear_mixer(model: ModelSpec, name: str) -> Shapes:
     yield f"{name}.output.weight", (hidden, mixer.inner_size)
     if isinstance(mixer, Mamba2):
         yield from _mamba(mixer, hidden, name)
+    else:
+        yield from _delta_net(mixer, hidden, name)
+
+
+def _delta_net(mixer: GatedDeltaNet, hidden: int, name: str) -> Shapes:
+    keys, values, heads = mixer.num_k_heads * mixer.k_head_dim, mixer.inner_size, mixer.num_v_heads
+    for part, width in (("query", keys), ("key", keys), ("value", values), ("gate", values)):
+        yield f"{name}.{part}.weight", (width, hidden)
+        if part != "gate":
+            yield f"{name}.{part}_conv.weight", (width, mixer.conv_kernel)
+    yield f"{name}.beta.weight", (heads, hidden)
+    yield f"{name}.time_step.weight", (heads, hidden)
+    yield f"{name}.time_step.bias", (heads,)
+    yield f"{name}.log_decay", (heads,)
+    yield f"{name}.norm.weight", (mixer.v_head_dim,)
 
 
 def _mamba(mixer: Mamba2, hidden: int, name: str) -> Shapes:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moeplan.executor.train import Trainer
-from moeplan.mixers import GqaAttention, MlaAttention
+from moeplan.mixers import GatedDeltaNet, GqaAttention, MlaAttention
 from moeplan.model_spec import ModelSpec, Moe, Router
 from moeplan.run_config import RunConfig
 from tests.executor.cases import Part, build_trainer, tiny_plan, weights_of
@@ -70,6 +70,18 @@ WINDOWED = GQA.model_copy(
         "attention": GqaAttention(num_heads=4, num_kv_heads=2, head_dim=8, sliding_window=6, sliding_period=2),
     }
 )
+# Qwen3-Next: two layers of gated delta net to one of gated attention.
+DELTA_NET = GQA.model_copy(
+    update={
+        "name": "folded-delta-net",
+        "attention": GqaAttention(
+            num_heads=4, num_kv_heads=4, head_dim=8, qk_norm=True, rotary_dim=4, output_gate=True
+        ),
+        "linear_mixer": GatedDeltaNet(num_k_heads=4, num_v_heads=8, k_head_dim=8, v_head_dim=4, chunk_size=8),
+        "attention_period": 3,
+        "moe": _MOE.model_copy(update={"shared_gate": True}),
+    }
+)
 
 
 def _dropping(*, pad: bool) -> ModelSpec:
@@ -96,6 +108,7 @@ MODELS = {
     "odd": ODD,
     "mla": MLA,
     "windowed": WINDOWED,
+    "delta-net": DELTA_NET,
     "dropping": _dropping(pad=False),
     "padded": _dropping(pad=True),
     "step-balanced": STEP_BALANCED,

@@ -6,7 +6,7 @@ import torch
 from moeplan.executor.check import check_supported
 from moeplan.executor.mesh import build_mesh
 from moeplan.executor.model import Transformer
-from moeplan.mixers import GqaAttention
+from moeplan.mixers import GatedDeltaNet, GqaAttention, Mamba2
 from moeplan.model_spec import ModelSpec
 from moeplan.parameters import total_parameters
 from moeplan.presets import load_model, model_names
@@ -14,7 +14,7 @@ from moeplan.weights import weight_shapes
 from tests.executor.cases import tiny_plan
 
 # Those whose every layer the executor runs.
-NAMES = [name for name in model_names() if load_model(name).linear_mixer is None]
+NAMES = [name for name in model_names() if not isinstance(load_model(name).linear_mixer, Mamba2)]
 
 
 def scaled_down(model: ModelSpec) -> ModelSpec:
@@ -24,18 +24,22 @@ def scaled_down(model: ModelSpec) -> ModelSpec:
     if isinstance(attention, GqaAttention):
         shared = max(1, 4 * attention.num_kv_heads // attention.num_heads)
         small |= {"num_kv_heads": shared, "head_dim": 8, "sliding_window": attention.sliding_window and 5}
+        small["rotary_dim"] = min(4, attention.rotary_dim)
     else:
         small |= {"q_lora_rank": min(12, attention.q_lora_rank), "kv_lora_rank": 8}
         small |= {"qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
     dense = min(1, model.num_dense_layers)
     changes: dict[str, object] = {
         "attention": attention.model_copy(update=small),
-        "num_layers": dense + 2 * model.moe_layer_period,
+        "num_layers": max(dense + 2 * model.moe_layer_period, model.attention_period),
         "num_dense_layers": dense,
         "hidden_size": 32,
         "vocab_size": 64,
         "dense_ffn_size": min(48, model.dense_ffn_size),
     }
+    if isinstance(model.linear_mixer, GatedDeltaNet):
+        sizes = {"num_k_heads": 2, "num_v_heads": 4, "k_head_dim": 8, "v_head_dim": 8}
+        changes["linear_mixer"] = model.linear_mixer.model_copy(update=sizes)
     if moe is not None:
         sizes = {"num_experts": 16, "top_k": min(4, moe.top_k), "expert_ffn_size": 16}
         groups = {"num_groups": min(4, moe.router.num_groups), "top_groups": min(2, moe.router.top_groups)}
