@@ -335,6 +335,13 @@ _NATIVE_ATTENTION = (
     ),
     Row("softmax output", "attention", lambda z: z.scores, "fp32", ("core_attn",)),
 )
+# Convolution, recurrence and gated norm run again in backward.
+_NATIVE_LINEAR = (
+    *_ATTENTION[:2],
+    Row("norm statistics", "norms", lambda _: 1, "fp32"),
+    Row("linear mixer as projected", "linear_mixer", lambda z: z.linear_projection),
+    Row("input of the linear mixer's output projection", "linear_mixer", lambda z: z.linear_inner, "quantized"),
+)
 _NATIVE_MLP_INPUT = (_MLP_INPUT, Row("pre-MLP norm statistics", "norms", lambda _: 1, "fp32"))
 _NATIVE_DENSE = (*_NATIVE_MLP_INPUT, _MLP_NORM, *_FEED_FORWARD)
 _NATIVE_SHARED = (
@@ -450,7 +457,7 @@ TABLES: dict[TableName, dict[Section, tuple[Row, ...]]] = {
     "megatron": {"attention": _ATTENTION, "linear": _LINEAR, "dense": _DENSE, "moe": _MOE, "mtp": _MTP, "loss": _LOSS},
     "native": {
         "attention": _NATIVE_ATTENTION,
-        "linear": (),  # refused by activations.py, as where a table below has none
+        "linear": _NATIVE_LINEAR,
         "dense": _NATIVE_DENSE,
         "moe": _NATIVE_MOE,
         "mtp": _NATIVE_MTP,
@@ -458,7 +465,7 @@ TABLES: dict[TableName, dict[Section, tuple[Row, ...]]] = {
     },
     "torchtitan": {
         "attention": _TITAN_ATTENTION,
-        "linear": (),
+        "linear": (),  # refused by activations.py
         "dense": _TITAN_DENSE,
         "moe": _TITAN_MOE,
         "mtp": _MTP,
