@@ -8,7 +8,6 @@ runs beside compute or must come and go with the layers.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -204,17 +203,6 @@ class ChainedOptimizer:
         """Let parameters hold the weights of the last update, which else arrive beside the next forward."""
         for one in self.classes:
             one.buffer.finish_gather()
-
-    @contextmanager
-    def whole_weights(self) -> Iterator[None]:
-        """Every parameter holds its weights inside, whatever the sharding. Collective over the copies."""
-        self.finish_gathers()
-        sharded = [one.buffer for one in self.classes if isinstance(one.buffer, ShardedBuffer | PrimaryBuffer)]
-        for buffer in sharded:
-            buffer.gather()
-        yield
-        for buffer in sharded:
-            buffer.release()
 
     def named_grads(self) -> Iterator[tuple[str, Tensor]]:
         """This rank's gradients, by the name of the whole tensor."""

@@ -6,10 +6,10 @@ Shapes: L tokens of this rank, K experts per token, E experts, H hidden, S sets 
 import torch
 from torch import Tensor, nn
 
+from moeplan.executor.balance import TokenSets, count_real, pack_sets, sets_balance_loss
 from moeplan.executor.collectives import all_reduce
 from moeplan.executor.dtypes import at_least_fp32
 from moeplan.executor.mesh import Mesh
-from moeplan.executor.pack_balance import count_real, pack_balance_loss, pack_z_loss
 from moeplan.executor.pack_layout import PackLayout
 from moeplan.executor.parameters import ParameterTable, whole_piece
 from moeplan.executor.routing import RoutingControl
@@ -47,8 +47,7 @@ class Router(nn.Module):
             normalize_top_k=spec.normalize_top_k,
             group_score_experts=spec.group_score_experts,
         )
-        # A balancing loss counts once a micro-batch, as a mean over all micro-batches of the step.
-        self.loss_scale = 1 / (plan.num_micro_batches * plan.dp)
+        self.num_step_tokens = plan.tokens_per_step
         self.weight = table.add_whole(f"{name}.weight", (moe.num_experts, plan.model.hidden_size))
         self.logit_bias: nn.Parameter | None = None
         if moe.mlp_bias:
@@ -80,10 +79,7 @@ class Router(nn.Module):
             # Where gradients are off, this is validation, or the first of two runs under recompute.
             if self.counts_load and torch.is_grad_enabled():
                 self.num_copies_E += self._count(routing.expert_index_TK, layout)
-            if layout is None:
-                probs_LK = self._with_losses(routing, logits_LE)
-            else:
-                probs_LK = self._with_pack_losses(routing, logits_LE, layout)
+            probs_LK = self._with_losses(routing, logits_LE, layout)
             index_LK = routing.expert_index_TK
             if self.capacity is not None:
                 policy = self.spec.drop_policy
@@ -101,51 +97,37 @@ class Router(nn.Module):
         control.note(self.name, micro_batch, routing.expert_index_TK)
         return routing
 
-    def _with_losses(self, routing: Routing, logits_LE: Tensor) -> Tensor:
-        probs_LK = routing.probs_TK
-        if self.spec.aux_loss != "none" and self.spec.aux_loss_coeff > 0:
-            is_global = self.spec.aux_loss == "global_aux_loss"
-            loss = self._step_balance_loss(routing) if is_global else self._balance_loss(routing)
-            probs_LK = attach_loss(probs_LK, loss, self.loss_scale)
-        if self.spec.z_loss_coeff > 0:
-            loss = z_loss(logits_LE, self.spec.z_loss_coeff)
-            probs_LK = attach_loss(probs_LK, loss, self.loss_scale / self.mesh.tp_cp.size)
+    def _with_losses(self, routing: Routing, logits_LE: Tensor, layout: PackLayout | None) -> Tensor:
+        probs_LK, spec = routing.probs_TK, self.spec
+        if spec.aux_loss == "global_aux_loss" and spec.aux_loss_coeff > 0:
+            probs_LK = attach_loss(probs_LK, self._step_balance_loss(routing))
+        elif spec.aux_loss != "none" and spec.aux_loss_coeff > 0:
+            loss = sets_balance_loss(routing, self.moe, self._token_sets(layout), self.num_step_tokens)
+            probs_LK = attach_loss(probs_LK, loss)
+        if spec.z_loss_coeff > 0:
+            is_real_L = layout.is_real_L if layout is not None else None
+            loss = z_loss(logits_LE, spec.z_loss_coeff, self.num_step_tokens, is_real_L)
+            probs_LK = attach_loss(probs_LK, loss)
         return probs_LK
+
+    def _token_sets(self, layout: PackLayout | None) -> TokenSets:
+        """All tokens of the micro-batch, or sequence by sequence, or document by document."""
+        is_apart = self.spec.aux_loss == "seq_aux_loss"
+        if layout is not None:
+            return pack_sets(layout, per_document=is_apart)
+        if not is_apart or self.num_sequences == 1:
+            return TokenSets(None, (self.seq_len * self.num_sequences,), self.mesh.tp_cp)
+        # Each rank of cp has an equal part of every sequence, and tp splits those parts one after the other.
+        first = self.mesh.tp.index * self.num_tokens
+        positions_L = torch.arange(first, first + self.num_tokens, device=self.weight.device)
+        set_L = positions_L // (self.seq_len // self.mesh.cp.size)
+        return TokenSets(set_L, (self.seq_len,) * self.num_sequences, self.mesh.tp_cp)
 
     def _count(self, index_LK: Tensor, layout: PackLayout | None) -> Tensor:
         """Copies [E] of this rank's tokens by expert."""
         if layout is None:
             return count_tokens(index_LK, self.moe.num_experts)[0]
         return count_real(index_LK, self.moe.num_experts, layout)
-
-    def _with_pack_losses(self, routing: Routing, logits_LE: Tensor, layout: PackLayout) -> Tensor:
-        """As :meth:`_with_losses`, where each token counts the same in whatever pack it is."""
-        probs_LK = routing.probs_TK
-        if self.spec.aux_loss != "none" and self.spec.aux_loss_coeff > 0:
-            probs_LK = attach_loss(probs_LK, pack_balance_loss(routing, self.moe, layout))
-        if self.spec.z_loss_coeff > 0:
-            probs_LK = attach_loss(probs_LK, pack_z_loss(logits_LE, self.spec.z_loss_coeff, layout))
-        return probs_LK
-
-    def _balance_loss(self, routing: Routing) -> Tensor:
-        """This rank's part of the loss of its micro-batch: over all its tokens, or sequence by sequence."""
-        num_experts, group = self.moe.num_experts, self.mesh.tp_cp
-        per_sequence = self.spec.aux_loss == "seq_aux_loss"
-        num_sets = self.num_sequences if per_sequence else 1
-        set_tokens = self.seq_len if per_sequence else self.seq_len * self.num_sequences
-        if num_sets == 1:
-            num_copies_SE = count_tokens(routing.expert_index_TK, num_experts)
-            share_SE = routing.share_TE.sum(0, keepdim=True)
-        else:
-            # Each rank of cp has an equal part of every sequence, and tp splits those parts one after the other.
-            first = self.mesh.tp.index * self.num_tokens
-            positions_L = torch.arange(first, first + self.num_tokens, device=routing.share_TE.device)
-            set_L = positions_L // (set_tokens // self.mesh.cp.size)
-            index_LK = routing.expert_index_TK + set_L[:, None] * num_experts
-            num_copies_SE = count_tokens(index_LK, num_sets * num_experts).view(num_sets, num_experts)
-            share_SE = routing.share_TE.new_zeros(num_sets, num_experts).index_add(0, set_L, routing.share_TE)
-        num_copies_SE = all_reduce(num_copies_SE, group)
-        return balance_loss(share_SE, num_copies_SE, set_tokens, self.moe.top_k, self.spec.aux_loss_coeff)
 
     def _step_balance_loss(self, routing: Routing) -> Tensor:
         """This rank's part of the loss of its micro-batch against the load of the step so far, on all ranks of dp.
@@ -157,10 +139,10 @@ class Router(nn.Module):
         if torch.is_grad_enabled():  # see forward
             self.step_copies_E += num_copies_E
             self.num_summed += 1
-        mean_E = self.step_copies_E / (self.num_summed.clamp(min=1) * self.mesh.dp.size)
+        num_copies = self.mesh.dp.size * self.seq_len * self.num_sequences * self.moe.top_k  # of each micro-batch
+        fraction_E = self.step_copies_E / (self.num_summed.clamp(min=1) * num_copies)
         share_1E = routing.share_TE.sum(0, keepdim=True)
-        num_tokens = self.seq_len * self.num_sequences
-        return balance_loss(share_1E, mean_E[None], num_tokens, self.moe.top_k, self.spec.aux_loss_coeff)
+        return balance_loss(share_1E, fraction_E[None], self.num_step_tokens, self.spec.aux_loss_coeff)
 
     @torch.no_grad()
     def end_step(self) -> Tensor | None:

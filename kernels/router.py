@@ -113,23 +113,23 @@ def count_tokens(expert_index_TK: Tensor, num_experts: int, num_sequences: int =
     return counts_SE.scatter_add_(1, index_SR, torch.ones((), device=index_SR.device).expand_as(index_SR))
 
 
-def balance_loss(share_TE: Tensor, num_copies_SE: Tensor, num_tokens: int, top_k: int, coeff: float) -> Tensor:
-    """Balancing loss coeff * E * sum_e f_e P_e, mean over sequences; coeff when balanced (report section 7).
+def balance_loss(share_SE: Tensor, fraction_SE: Tensor, num_tokens: int, coeff: float) -> Tensor:
+    """Balancing loss coeff * E * sum_e f_e P_e, a mean over ``num_tokens``; coeff when balanced (report section 7).
 
-    f = num_copies / (num_tokens K) is the routed fraction, P the mean share over ``num_tokens`` tokens of a sequence.
-    To balance over several ranks, pass ``num_copies_SE`` summed over them and ``num_tokens`` of all of them: the
-    results of the ranks then add up to the loss of all.
+    f is the routed fraction of each set of tokens (a micro-batch, sequence or document): copies / (tokens K). P is the
+    mean of the shares, whose sums over the tokens of each set are given. Where several ranks hold a set, pass its
+    fractions over all of them: the results of the ranks then add up to the loss of all.
     """
-    num_sequences, num_experts = num_copies_SE.shape
-    share_sum_SE = share_TE.unflatten(0, (num_sequences, -1)).sum(1)
-    scale = coeff * num_experts / (num_sequences * top_k * num_tokens**2)
-    loss: Tensor = (share_sum_SE * num_copies_SE).sum() * scale
+    loss: Tensor = (share_SE * fraction_SE).sum() * (coeff * share_SE.shape[1] / num_tokens)
     return loss
 
 
-def z_loss(logits_TE: Tensor, coeff: float) -> Tensor:
-    """Loss of large logits: coeff * mean over tokens of logsumexp(logits)**2."""
-    return coeff * torch.logsumexp(logits_TE, -1).square().mean()
+def z_loss(logits_TE: Tensor, coeff: float, num_tokens: int, is_real_T: Tensor | None = None) -> Tensor:
+    """Loss of large logits, summed over tokens that are no padding: coeff / ``num_tokens`` * logsumexp(logits)**2."""
+    squares_T = torch.logsumexp(logits_TE, -1).square()
+    if is_real_T is not None:
+        squares_T = squares_T * is_real_T
+    return coeff / num_tokens * squares_T.sum()
 
 
 def updated_bias(bias_E: Tensor, num_copies_E: Tensor, rate: float) -> Tensor:
@@ -162,22 +162,21 @@ class _HalfLogits(torch.autograd.Function):
         return grad_x_TH, None
 
 
-def attach_loss(x: Tensor, loss: Tensor, scale: float = 1.0) -> Tensor:
-    """Return x; in backward ``loss`` (a scalar) receives gradient ``scale``, as if it had been added to the loss.
+def attach_loss(x: Tensor, loss: Tensor) -> Tensor:
+    """Return x; in backward ``loss`` (a scalar) receives gradient 1, as if it had been added to the loss of the step.
 
-    So a loss inside a layer needs no way out through pipeline stages. ``scale`` is what the main loss of this
-    micro-batch is multiplied by before backward.
+    So a loss inside a layer needs no way out through pipeline stages.
     """
-    attached: Tensor = _AttachLoss.apply(x, loss, scale)
+    attached: Tensor = _AttachLoss.apply(x, loss)
     return attached
 
 
 class _AttachLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, loss: Tensor, scale: float) -> Tensor:
-        ctx.loss_like, ctx.scale = loss.new_empty(0), scale
+    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
+        ctx.loss_like = loss.new_empty(0)
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        return grad, ctx.loss_like.new_full((), ctx.scale), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad, ctx.loss_like.new_ones(())

@@ -1,5 +1,7 @@
 """Tiny models and plans of the executor's tests, and what one rank does with them."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -7,7 +9,10 @@ import torch
 from torch import Tensor
 
 from moeplan.executor.data import open_tokens
+from moeplan.executor.fsdp import ShardedBuffer
 from moeplan.executor.mesh import plan_mesh
+from moeplan.executor.optimizer import ChainedOptimizer
+from moeplan.executor.primary_weights import PrimaryBuffer
 from moeplan.executor.train import Trainer
 from moeplan.mixers import GqaAttention, MlaAttention
 from moeplan.model_spec import ModelSpec, Moe, Router
@@ -115,9 +120,21 @@ def build_trainer(rank: int, plan: Plan, run: RunConfig) -> Trainer:
     return Trainer(plan, run, mesh, open_tokens(plan, run), torch.device("cpu"))
 
 
+@contextmanager
+def whole_weights(optimizer: ChainedOptimizer) -> Iterator[None]:
+    """Every parameter holds its weights inside, whatever the sharding. Collective over the copies."""
+    optimizer.finish_gathers()
+    sharded = [one.buffer for one in optimizer.classes if isinstance(one.buffer, ShardedBuffer | PrimaryBuffer)]
+    for buffer in sharded:
+        buffer.gather()
+    yield
+    for buffer in sharded:
+        buffer.release()
+
+
 def weights_of(trainer: Trainer) -> list[Part]:
     """This rank's weights as parts of whole ones. Collective."""
-    with trainer.optimizer.whole_weights():
+    with whole_weights(trainer.optimizer):
         return [
             Part(piece.name, piece.source, entry.parameter.detach()[piece.target].clone().view_as(_like(piece.source)))
             for entry in trainer.model.table.entries

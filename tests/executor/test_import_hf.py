@@ -27,7 +27,7 @@ from moeplan.model_spec import ModelSpec
 from moeplan.plan import Plan
 from moeplan.run_config import RunConfig
 from moeplan.weights import weight_shapes
-from tests.executor.cases import build_trainer, tiny_plan
+from tests.executor.cases import build_trainer, tiny_plan, whole_weights
 from tests.executor.gloo_pool import GlooPool, gloo_pool
 from tests.executor.hf_models import MODELS, model, of_family
 
@@ -133,7 +133,7 @@ def test_every_folding_reads_its_parts(
 def import_sharded(rank: int, plan: Plan, run: RunConfig) -> Parts:
     """The same of a rank that keeps parts of its parameters alone."""
     trainer = build_trainer(rank, plan, run)
-    with trainer.optimizer.whole_weights():
+    with whole_weights(trainer.optimizer):
         return parts_of(trainer.model)
 
 

@@ -17,7 +17,7 @@ from moeplan.flops import training_flops_per_token
 from moeplan.model_spec import ModelSpec
 from moeplan.plan import Plan
 from moeplan.run_config import RunConfig
-from tests.executor.cases import GQA_MODEL, MLA_MODEL, build_trainer, tiny_plan, weights_of
+from tests.executor.cases import GQA_MODEL, MLA_MODEL, build_trainer, tiny_plan, weights_of, whole_weights
 from tests.executor.gloo_pool import GlooPool, gloo_pool
 
 
@@ -34,7 +34,7 @@ def poisoned_step(rank: int, plan: Plan, run: RunConfig, poisoned_rank: int, wha
     if rank == poisoned_rank:
         buffer = trainer.optimizer.classes[0].buffer
         if what == "loss":  # all weights, because the first are those of a token that does not occur
-            with trainer.optimizer.whole_weights():
+            with whole_weights(trainer.optimizer):
                 buffer.weights.fill_(math.nan)
         else:
             buffer.main_grads[0].add_(torch.full_like(buffer.main_grads[0].total, math.nan))

@@ -83,8 +83,9 @@ def test_gradients_through_weights_shares_and_losses_are_exact(score_function: s
 
     def losses(logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
         routing = route(logits, options)
-        balance = balance_loss(routing.share_TE, count_tokens(routing.expert_index_TK, 4), 2, 2, 0.1)
-        return routing.probs_TK, balance, z_loss(logits, 0.1)
+        fraction_1E = count_tokens(routing.expert_index_TK, 4) / 4
+        balance = balance_loss(routing.share_TE.sum(0, keepdim=True), fraction_1E, 2, 0.1)
+        return routing.probs_TK, balance, z_loss(logits, 0.1, 2)
 
     assert torch.autograd.gradcheck(losses, (LOGITS_TE.clone().requires_grad_(),))
 
@@ -97,23 +98,25 @@ def test_counts_by_sequence() -> None:
 
 def test_balance_loss_is_the_coefficient_when_balanced_and_e_times_it_when_one_expert_takes_all() -> None:
     E, T = 4, 8
-    uniform = torch.full((T, E), 1 / E)
-    assert balance_loss(uniform, torch.full((2, E), 1.0), T // 2, 1, 0.01).item() == pytest.approx(0.01)
-    one_hot = torch.zeros(T, E)
-    one_hot[:, 2] = 1
-    assert balance_loss(one_hot, torch.tensor([[0, 0, T, 0]]), T, 1, 0.01).item() == pytest.approx(0.04)
+    uniform_2E = torch.full((2, E), T / 2 / E)  # of two sets
+    assert balance_loss(uniform_2E, torch.full((2, E), 1 / E), T, 0.01).item() == pytest.approx(0.01)
+    one_hot_1E = torch.tensor([[0.0, 0.0, 1.0, 0.0]])
+    assert balance_loss(one_hot_1E * T, one_hot_1E, T, 0.01).item() == pytest.approx(0.04)
 
 
 def test_balance_losses_of_the_parts_of_a_batch_add_up_to_that_of_the_whole() -> None:
     routing = route(_random_logits(6, 4), RouterOptions(top_k=2))
-    counts_1E = count_tokens(routing.expert_index_TK, 4)
-    whole = balance_loss(routing.share_TE, counts_1E, 6, 2, 0.3)
-    parts = [balance_loss(part, counts_1E, 6, 2, 0.3) for part in routing.share_TE.split(2)]
+    fraction_1E = count_tokens(routing.expert_index_TK, 4) / 12
+    whole = balance_loss(routing.share_TE.sum(0, keepdim=True), fraction_1E, 6, 0.3)
+    parts = [balance_loss(part.sum(0, keepdim=True), fraction_1E, 6, 0.3) for part in routing.share_TE.split(2)]
     torch.testing.assert_close(sum(parts), whole)
 
 
 def test_z_loss_of_equal_logits() -> None:
-    assert z_loss(torch.zeros(3, 4), 0.5).item() == pytest.approx(0.5 * math.log(4) ** 2)
+    logits_TE, expected = torch.zeros(3, 4), 0.5 * math.log(4) ** 2
+    assert z_loss(logits_TE, 0.5, 3).item() == pytest.approx(expected)
+    is_real_T = torch.tensor([True, False, True])
+    assert z_loss(logits_TE, 0.5, 3, is_real_T).item() == pytest.approx(expected * 2 / 3)
 
 
 def test_bias_moves_toward_the_mean_load() -> None:
@@ -121,15 +124,15 @@ def test_bias_moves_toward_the_mean_load() -> None:
     torch.testing.assert_close(bias_E, torch.tensor([-1e-3, 1e-3, 0.0, 1e-3]))
 
 
-def test_an_attached_loss_reaches_its_inputs_with_its_scale() -> None:
+def test_an_attached_loss_reaches_its_inputs() -> None:
     x, weight = torch.ones(3, requires_grad=True), torch.tensor(2.0, requires_grad=True)
-    y = attach_loss(x * 5, weight**2, scale=0.25)
+    y = attach_loss(x * 5, weight**2)
     assert torch.equal(y, x * 5)
     y.sum().backward()
     assert x.grad is not None
     assert weight.grad is not None
     assert x.grad.tolist() == [5.0] * 3
-    assert weight.grad.item() == 0.25 * 2 * 2.0
+    assert weight.grad.item() == 2 * 2.0
 
 
 def test_logits_are_fp32_at_least() -> None:
