@@ -8,7 +8,6 @@ from moeplan.errors import InvalidInputError
 from moeplan.executor.routing_files import check_replay
 from moeplan.hf_export import hf_config_of
 from moeplan.hf_folder import check_model, open_folder
-from moeplan.mixers import Mamba2
 from moeplan.model_spec import ModelSpec
 from moeplan.plan import Plan
 from moeplan.run_config import RunConfig
@@ -63,9 +62,9 @@ def _graph_limits(plan: Plan) -> Iterator[tuple[str, object, str, str]]:
     # Grouped GEMMs of other types, and of rows of broken 16-byte words, ask the device where experts begin.
     if plan.precision != "bf16":
         yield "precision", plan.precision, "bf16 in a CUDA graph", "leave cuda_graph out"
-    widths = (plan.model.hidden_size, plan.model.moe.expert_ffn_size) if plan.model.moe is not None else ()
+    widths = (plan.model.expert_hidden_size, plan.model.moe.expert_ffn_size) if plan.model.moe is not None else ()
     if any(width % _WORD_ELEMENTS for width in widths):
-        allowed = f"hidden size and expert width in multiples of {_WORD_ELEMENTS} in a CUDA graph"
+        allowed = f"expert rows and widths in multiples of {_WORD_ELEMENTS} in a CUDA graph"
         yield "cuda_graph", f"full_iteration with {' and '.join(map(str, widths))}", allowed, "leave cuda_graph out"
     if plan.offload_layers or plan.offload_modules:
         yield "cuda_graph", "full_iteration", "it without offload", "leave cuda_graph out"
@@ -138,12 +137,8 @@ def _primary_weight_limits(plan: Plan) -> Iterator[tuple[str, object, str, str]]
 
 def _model_limits(model: ModelSpec, etp: int) -> Iterator[tuple[str, object, str, str]]:
     moe = model.moe
-    if isinstance(model.linear_mixer, Mamba2):
-        yield "model.linear_mixer", "mamba2", "gated_delta_net", "predict such plans only"
-    if moe is not None and moe.latent_size:
-        yield "model.moe.latent_size", moe.latent_size, "0 in what is trained", "predict such plans only"
-    if moe is not None and moe.mlp_bias and model.hidden_size % etp:
-        allowed = f"expert biases where etp divides model.hidden_size {model.hidden_size}"
+    if moe is not None and moe.mlp_bias and model.expert_hidden_size % etp:
+        allowed = f"expert biases where etp divides the {model.expert_hidden_size} channels of experts' rows"
         yield "etp", etp, allowed, "lower etp"
 
 

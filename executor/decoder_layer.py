@@ -9,9 +9,10 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from moeplan.errors import InvalidInputError
 from moeplan.executor.attention import build_attention
 from moeplan.executor.gated_delta_net import GatedDeltaNetMixer
+from moeplan.executor.linear_mixer import LinearMixerBase
+from moeplan.executor.mamba import Mamba
 from moeplan.executor.mesh import Mesh
 from moeplan.executor.mlp import Mlp
 from moeplan.executor.moe import MoeBlock
@@ -25,15 +26,13 @@ from moeplan.mixers import GatedDeltaNet
 from moeplan.plan import Plan
 
 
-def build_linear_mixer(plan: Plan, layer: int, mesh: Mesh, table: ParameterTable) -> nn.Module:
+def build_linear_mixer(plan: Plan, layer: int, mesh: Mesh, table: ParameterTable) -> LinearMixerBase:
     """The linear mixer of decoder layer ``layer``: forward(x_LH, layout) as attention's."""
     mixer = plan.model.linear_mixer
     if isinstance(mixer, GatedDeltaNet):
         return GatedDeltaNetMixer(plan, layer, mesh, table, mixer)
-    raise InvalidInputError(
-        f"model.linear_mixer: got {mixer.kind if mixer else None}, the native executor runs gated_delta_net",
-        "predict such plans",
-    )
+    assert mixer is not None
+    return Mamba(plan, layer, mesh, table, mixer)
 
 
 class DecoderLayer(nn.Module):

@@ -54,7 +54,8 @@ def expert_shapes(plan: Plan, mesh: Mesh) -> list[Shape]:
     if moe is None:
         return []
     num_local, width = moe.num_experts // mesh.ep.size, moe.expert_ffn_size // mesh.etp.size
-    return [(num_local, model.hidden_size, width * (2 if model.is_gated else 1)), (num_local, width, model.hidden_size)]
+    rows = model.expert_hidden_size
+    return [(num_local, rows, width * (2 if model.is_gated else 1)), (num_local, width, rows)]
 
 
 def tune(plan: Plan, mesh: Mesh, device: torch.device, *, deterministic: bool = False) -> dict[str, str]:

@@ -50,7 +50,7 @@ class Experts(nn.Module):
         self.kind = model.activation
         self.drop_activation = "moe_act" in plan.recompute
         self.stash: PagedStash | None = None  # one for all layers of the rank
-        hidden, ffn = model.hidden_size, moe.expert_ffn_size
+        hidden, ffn = model.expert_hidden_size, moe.expert_ffn_size
         width, num_local = ffn // mesh.etp.size, moe.num_experts // mesh.ep.size
         parts = ("gate", "up") if model.is_gated else ("up",)
         in_pieces, out_pieces = [], []
@@ -81,9 +81,9 @@ class Experts(nn.Module):
                 shape, start = (moe.expert_ffn_size,), index * width
                 piece = split_piece(f"{expert}.{part}.bias", shape, 0, mesh.etp, start=start, std=0.0)
                 in_pieces.append(stack_piece(piece, local))
-            piece = split_piece(f"{expert}.down.bias", (model.hidden_size,), 0, mesh.etp, std=0.0)
+            piece = split_piece(f"{expert}.down.bias", (model.expert_hidden_size,), 0, mesh.etp, std=0.0)
             out_pieces.append(stack_piece(piece, local))
-        out_width = model.hidden_size // mesh.etp.size
+        out_width = model.expert_hidden_size // mesh.etp.size
         self.first_out_bias = mesh.etp.index * out_width
         in_shape, out_shape = (num_local, len(parts) * width), (num_local, out_width)
         self.in_bias_EG = table.add(*in_pieces, shape=in_shape, is_expert=True, is_decayed=False)
@@ -182,6 +182,12 @@ class MoeBlock(nn.Module):
         self.shared_gate: nn.Parameter | None = None
         if moe.shared_ffn_size:
             self.shared = Mlp(plan.model, f"{name}.shared_expert", moe.shared_ffn_size, mesh.tp, table)
+        self.latent_down: nn.Parameter | None = None
+        self.latent_up: nn.Parameter | None = None
+        if moe.latent_size:
+            shape, std = (plan.model.hidden_size, moe.latent_size), residual_std(plan.model.num_layers)
+            self.latent_down = table.add_whole(f"{name}.latent_down.weight", shape[::-1])
+            self.latent_up = table.add_whole(f"{name}.latent_up.weight", shape, std=std)
         if moe.shared_gate:
             self.shared_gate = table.add_whole(f"{name}.shared_gate.weight", (1, plan.model.hidden_size))
 
@@ -200,6 +206,13 @@ class MoeBlock(nn.Module):
 
     def _route(self, x_LH: Tensor, layout: PackLayout | None, beside: Beside | None = None) -> Tensor:
         routing: Routing = self.router(x_LH, layout)
+        if self.latent_down is None or self.latent_up is None:
+            return self._run_routed(x_LH, routing, layout, beside)
+        latent_LH = self._run_routed(local_linear(x_LH, self.latent_down), routing, layout, beside)
+        return local_linear(latent_LH, self.latent_up)
+
+    def _run_routed(self, x_LH: Tensor, routing: Routing, layout: PackLayout | None, beside: Beside | None) -> Tensor:
+        """Each token's experts, summed; H is the latent's width where the model has one."""
         if self.may_read_tokens and self.experts.reads_tokens:
             return self.experts.from_tokens(x_LH, routing)
         if self.echo is None:

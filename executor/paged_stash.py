@@ -123,7 +123,7 @@ def build_stash(plan: Plan, rank: int, device: torch.device) -> PagedStash | Non
         return None
     balanced = plan.tokens_per_rank * moe.top_k * plan.etp
     width, gates = moe.expert_ffn_size // plan.etp, plan.model.mlp_matrices - 1
-    widths = (plan.model.hidden_size, gates * width, width)
+    widths = (plan.model.expert_hidden_size, gates * width, width)
     return PagedStash(ceil(plan.paged_stash_factor * balanced * layers_in_flight(plan, rank)), widths, device)
 
 

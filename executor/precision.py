@@ -1,8 +1,9 @@
 """Which matrices a plan's precision quantizes: the recipe part by part (report section 5.2).
 
-Quantized: projections of attention and linear mixers, dense and shared MLPs, routed experts, and the projection before
-a layer of MTP.
-Not: embedding, head, router, gates, norms and the attention core, whose work is small or whose errors add up.
+Quantized: projections of attention, linear mixers and latents, dense and shared MLPs, routed experts, and the
+projection before a layer of MTP.
+Not: embedding, head, router, gates, norms, convolutions and the cores of attention and recurrences, whose work is small
+or whose errors add up.
 """
 
 from collections.abc import Iterator
@@ -12,8 +13,9 @@ from torch import nn
 
 from moeplan.executor.attention import GroupedQueryAttention, LatentAttention
 from moeplan.executor.gated_delta_net import GatedDeltaNetMixer
+from moeplan.executor.mamba import Mamba
 from moeplan.executor.mlp import Mlp
-from moeplan.executor.moe import Experts
+from moeplan.executor.moe import Experts, MoeBlock
 from moeplan.executor.mtp import MtpLayer
 from moeplan.executor.quantized import QuantizedWeight, set_quantized
 from moeplan.kernels.recipes import RECIPES
@@ -48,6 +50,11 @@ def _matrices(module: nn.Module) -> Iterator[_Matrix]:
         case Experts():
             yield _Matrix(module.in_weight_EHF, is_input_first=True)
             yield _Matrix(module.out_weight_EFH, "moe_act", is_input_first=True)
+        case Mamba():
+            yield from (_Matrix(module.in_weight, "layernorm"), _Matrix(module.out_weight))
+        case MoeBlock():
+            if module.latent_down is not None and module.latent_up is not None:
+                yield from (_Matrix(module.latent_down, "layernorm"), _Matrix(module.latent_up))
         case MtpLayer():
             yield _Matrix(module.projection)
 

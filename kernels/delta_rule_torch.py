@@ -12,9 +12,9 @@ from itertools import accumulate
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from moeplan.kernels.delta_rule_reference import DeltaTokens, unit
+from moeplan.kernels.document_chunks import cut_documents, padded_documents
 
 
 def gated_delta_rule(tokens: DeltaTokens, documents: tuple[int, ...], chunk_size: int) -> Tensor:
@@ -24,7 +24,7 @@ def gated_delta_rule(tokens: DeltaTokens, documents: tuple[int, ...], chunk_size
 
     def chunked(x_BSV: Tensor) -> Tensor:
         """Chunks [B, n, K, heads of each key head, C, ...] in the type of the states."""
-        x_BnCV: Tensor = _padded(x_BSV.to(dtype), documents, chunk_size).unflatten(1, (-1, chunk_size))
+        x_BnCV: Tensor = padded_documents(x_BSV.to(dtype), documents, chunk_size).unflatten(1, (-1, chunk_size))
         x_BnCKG: Tensor = x_BnCV.unflatten(3, (num_key_heads, -1))
         return x_BnCKG.movedim(2, 4)
 
@@ -32,7 +32,7 @@ def gated_delta_rule(tokens: DeltaTokens, documents: tuple[int, ...], chunk_size
     starts = set(accumulate((-(-length // chunk_size) for length in documents), initial=0))
     out_BnKGCE = _run(of_chunks, starts)
     out_BSVE = out_BnKGCE.movedim(4, 2).flatten(3, 4).flatten(1, 2)
-    return _cut(out_BSVE, documents, chunk_size).to(tokens.value.dtype)
+    return cut_documents(out_BSVE, documents, chunk_size).to(tokens.value.dtype)
 
 
 def _run(chunks: DeltaTokens, starts: set[int]) -> Tensor:
@@ -75,19 +75,3 @@ def _scan(parts: tuple[Tensor, ...], starts: set[int]) -> tuple[Tensor, Tensor]:
         corrections.append(correction)
         state = state * left + key @ correction
     return torch.stack(states, 1), torch.stack(corrections, 1)
-
-
-def _padded(x_BS: Tensor, documents: tuple[int, ...], chunk_size: int) -> Tensor:
-    """Each document up to whole chunks with zeros: tokens that neither decay nor correct a state."""
-    if all(length % chunk_size == 0 for length in documents):
-        return x_BS
-    pads = [(0, 0) * (x_BS.dim() - 2) + (0, -length % chunk_size) for length in documents]
-    return torch.cat([F.pad(part, pad) for part, pad in zip(x_BS.split(documents, 1), pads, strict=True)], 1)
-
-
-def _cut(x_BS: Tensor, documents: tuple[int, ...], chunk_size: int) -> Tensor:
-    """Without what :func:`_padded` has added."""
-    if all(length % chunk_size == 0 for length in documents):
-        return x_BS
-    parts = x_BS.split([length + -length % chunk_size for length in documents], 1)
-    return torch.cat([part[:, :length] for part, length in zip(parts, documents, strict=True)], 1)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from moeplan.mixers import MlaAttention
+from moeplan.mixers import Mamba2, MlaAttention
 from moeplan.model_spec import ModelSpec
 from moeplan.pipeline_order import schedule_problem
 from moeplan.point import Point
@@ -18,6 +18,7 @@ def violations(model: ModelSpec, point: Point) -> Iterator[tuple[str, str]]:
     """Each broken rule as (key, what was got and what is allowed), for degrees that multiply out."""
     yield from _expert_violations(model, point)
     yield from _tensor_violations(model, point)
+    yield from _linear_violations(model, point)
     yield from _context_violations(model, point)
     yield from _packing_violations(point)
     dp, batch = point.dp, point.global_batch_size
@@ -141,9 +142,9 @@ def _deepep_violations(model: ModelSpec, point: Point) -> Iterator[tuple[str, st
         yield "ep", f"DeepEP has kernels for ep x etp of {allowed}, got {num_ranks}: take hybridep or alltoall"
     inside = num_ranks <= DEEPEP_NODE_RANKS
     limit = DEEPEP_HIDDEN_INSIDE if inside else DEEPEP_HIDDEN_ACROSS
-    if model.hidden_size > limit:
+    if model.expert_hidden_size > limit:
         where = "inside a node" if inside else "across nodes"
-        yield "dispatcher", f"DeepEP takes a hidden size of at most {limit} {where}, got {model.hidden_size}"
+        yield "dispatcher", f"DeepEP takes a hidden size of at most {limit} {where}, got {model.expert_hidden_size}"
 
 
 def _replica_violations(model: ModelSpec, point: Point) -> Iterator[tuple[str, str]]:
@@ -239,6 +240,25 @@ def _tensor_violations(model: ModelSpec, point: Point) -> Iterator[tuple[str, st
         yield "cp", f"sequence length {point.seq_len} is not a multiple of 2 x cp {cp}"
     if point.seq_len % (tp * cp):
         yield "tp", f"sequence length {point.seq_len} is not a multiple of tp {tp} x cp {cp} (sequence parallel)"
+
+
+def _linear_violations(model: ModelSpec, point: Point) -> Iterator[tuple[str, str]]:
+    """Heads of linear mixers: split over tp, and over all of cp where a state runs through the sequence."""
+    mixer, tp, cp = model.linear_mixer, point.tp, point.cp
+    if not isinstance(mixer, Mamba2):
+        return
+    for what, number in (("heads", mixer.num_heads), ("groups", mixer.num_groups)):
+        if number % tp:
+            yield "tp", f"tp {tp} does not divide the {number} {what} of linear_mixer"
+            return
+    groups = mixer.num_groups // tp
+    if mixer.num_heads % (tp * cp):
+        yield "cp", f"tp {tp} x cp {cp} does not divide the {mixer.num_heads} heads of linear_mixer"
+    elif groups % cp and cp % groups:
+        yield (
+            "cp",
+            f"cp {cp} is neither a divisor nor a multiple of the {groups} groups of linear_mixer on a rank of tp",
+        )
 
 
 def _context_violations(model: ModelSpec, point: Point) -> Iterator[tuple[str, str]]:

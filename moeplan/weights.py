@@ -108,7 +108,7 @@ def _mamba(mixer: Mamba2, hidden: int, name: str) -> Shapes:
             yield f"{name}.{part}_conv.bias", (width,)
     yield f"{name}.time_step.weight", (heads, hidden)
     yield f"{name}.time_step.bias", (heads,)
-    yield f"{name}.log_decay", (heads,)
+    yield f"{name}.log_rate", (heads,)
     yield f"{name}.skip", (heads,)
     yield f"{name}.norm.weight", (mixer.inner_size,)
 

@@ -40,7 +40,7 @@ RULES = {
     "hwprofiles": _rule("vocabulary hwprofiles", "pydantic tomli_w"),
     "simulator": _rule("vocabulary hwprofiles simulator", "pydantic numpy scipy networkx simpy"),
     "planner": _rule("vocabulary hwprofiles simulator planner", "pydantic numpy scipy tomli_w"),
-    "kernels": _rule("units kernels", "torch triton transformer_engine transformer_engine_torch", "fla"),
+    "kernels": _rule("units kernels", "torch triton transformer_engine transformer_engine_torch", "fla mamba_ssm"),
     "executor": _rule(
         "vocabulary hwprofiles kernels executor",
         "pydantic numpy torch safetensors transformer_engine transformer_engine_torch megatron deep_ep",

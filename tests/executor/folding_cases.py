@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moeplan.executor.train import Trainer
-from moeplan.mixers import GatedDeltaNet, GqaAttention, MlaAttention
+from moeplan.mixers import GatedDeltaNet, GqaAttention, Mamba2, MlaAttention
 from moeplan.model_spec import ModelSpec, Moe, Router
 from moeplan.run_config import RunConfig
 from tests.executor.cases import Part, build_trainer, tiny_plan, weights_of
@@ -103,6 +103,33 @@ STEP_BALANCED = GQA.model_copy(
     }
 )
 ODD = GQA.model_copy(update={"name": "folded-odd", "vocab_size": 259})  # of a prime number of tokens
+# Layers of one block: Mamba-2 in two groups, attention without rotation, experts in a latent; depths of whole layers.
+NEMOTRON = ModelSpec(
+    name="folded-nemotron",
+    num_layers=6,
+    layer_pattern="MEM*-E",
+    hidden_size=32,
+    vocab_size=256,
+    dense_ffn_size=32,
+    num_mtp_layers=1,
+    activation="squared_relu",
+    attention=GqaAttention(num_heads=4, num_kv_heads=2, head_dim=8, rotary=False),
+    linear_mixer=Mamba2(num_heads=8, head_dim=4, state_size=6, num_groups=2, chunk_size=5),
+    moe=Moe(
+        num_experts=8,
+        top_k=2,
+        expert_ffn_size=16,
+        shared_ffn_size=16,
+        latent_size=12,
+        router=Router(
+            score_function="sigmoid",
+            scaling_factor=2.5,
+            aux_loss="seq_aux_loss",
+            aux_loss_coeff=0.05,
+            expert_bias=True,
+        ),
+    ),
+)
 MODELS = {
     "gqa": GQA,
     "odd": ODD,
@@ -112,6 +139,7 @@ MODELS = {
     "dropping": _dropping(pad=False),
     "padded": _dropping(pad=True),
     "step-balanced": STEP_BALANCED,
+    "nemotron": NEMOTRON,
 }
 
 
