@@ -46,7 +46,7 @@ def test_each_limit_of_models_is_named() -> None:
     assert moe is not None
     biased = GQA_MODEL.model_copy(update={"hidden_size": 36, "moe": moe.model_copy(update={"mlp_bias": True})})
     check_supported(tiny_plan(biased, 4, etp=4))
-    with pytest.raises(InvalidInputError, match="^etp: got 8, .* where etp divides the 36 channels"):
+    with pytest.raises(InvalidInputError, match=r"^etp: got 8, .* where etp divides the 36 channels"):
         check_supported(tiny_plan(biased, 8, etp=8))
 
 
