@@ -8,6 +8,7 @@ Shapes: B sequences of S positions, C = S / cp of them on this rank, N heads and
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -128,16 +129,16 @@ class GatheredAttention:
         return out_BNcD
 
 
-class HeadExchange:
+class HeadExchange(NamedTuple):
     """From a part of the tokens to a part of the heads and back: an all-to-all for what needs whole sequences.
 
-    The ranks of ``group`` share ``documents`` as load-balanced chunks. R ranks; S positions, C = S / R on each.
+    ``order``: where each position lies among the tokens of all ranks of ``group``, one rank's after the other's.
+    R ranks; S positions, C = S / R on each. A tuple, so that its tensors are known as those of the module that has it.
     """
 
-    def __init__(self, documents: Documents, group: Group, device: torch.device) -> None:
-        self.group = group
-        self.order = gathered_order(documents, group, device)
-        self.inverse = self.order.argsort()
+    group: Group
+    order: Tensor
+    inverse: Tensor
 
     def to_heads(self, x_BCR: Tensor) -> Tensor:
         """This rank's part [B, S, ...] of all positions, in order; each rank brings parts [B, C, R, ...] for all."""
@@ -155,6 +156,12 @@ class HeadExchange:
         return exchange_rows(rows, equal, equal, self.group, "cp_comm")
 
 
+def head_exchange(documents: Documents, group: Group, device: torch.device) -> HeadExchange:
+    """Among ranks that share ``documents`` as load-balanced chunks."""
+    order = gathered_order(documents, group, device)
+    return HeadExchange(group, order, order.argsort())
+
+
 class HeadSplitAttention:
     """Each rank brings its tokens' queries, keys and values of all heads, and attends for a part of them to all tokens.
 
@@ -163,7 +170,7 @@ class HeadSplitAttention:
 
     def __init__(self, documents: Documents, core: Core, group: Group, device: torch.device) -> None:
         self.core, self.group = core, group
-        self.exchange = HeadExchange(documents, group, device)
+        self.exchange = head_exchange(documents, group, device)
 
     def __call__(self, q_BCND: Tensor, k_BCMD: Tensor, v_BCMD: Tensor, sinks_N: Tensor | None = None) -> Tensor:
         """out_BCND."""

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from moeplan.executor.context import Documents, HeadExchange
+from moeplan.executor.context import Documents, HeadExchange, head_exchange
 from moeplan.executor.linear import row_linear
 from moeplan.executor.mesh import Group, Mesh
 from moeplan.executor.pack_layout import PackLayout
@@ -66,5 +66,5 @@ class LinearMixerBase(nn.Module):
 
 def place_of(documents: Documents, group: Group, device: torch.device) -> Place:
     """Of documents that ``group`` shares."""
-    exchange = HeadExchange(documents, group, device) if group.size > 1 else None
+    exchange = head_exchange(documents, group, device) if group.size > 1 else None
     return Place(sum(documents) // group.size, documents, exchange)

@@ -74,6 +74,7 @@ class _Setting(NamedTuple):
     memory_efficient_permutation: bool
     joins_output: bool
     sums_at_experts: bool
+    exchanges_heads: bool
 
 
 def saved_tensors(
@@ -111,6 +112,7 @@ def _setting(model: ModelSpec, kind: ActivationKind, point: Point, stack: Softwa
         memory_efficient_permutation=point.memory_efficient_permutation,
         joins_output=point.cp_comm != "p2p" if point.cp > 1 else len(point.packed_lengths) > 1,
         sums_at_experts=point.dispatcher != "alltoall",
+        exchanges_heads=point.cp > 1,
     )
 
 
@@ -146,6 +148,7 @@ def _saved_tensors(setting: _Setting) -> tuple[SavedTensor, ...]:
         fused_attention=setting.fused_attention,
         joins_output=setting.joins_output,
         sums_at_experts=setting.sums_at_experts,
+        exchanges_heads=setting.exchanges_heads,
     )
     precision = PRECISIONS[setting.precision]
     tensors = []

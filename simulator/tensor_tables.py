@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from moeplan.mixers import MlaAttention
+from moeplan.mixers import Mamba2, MlaAttention
 from moeplan.model_spec import ModelSpec
 from moeplan.parameters import linear_mixer_projection
 from moeplan.vocabulary import OffloadModule, RecomputeModule
@@ -53,7 +53,8 @@ class Sizes:
     ``scores``: kept attention scores, all heads together; ``gate``: of the output, as wide as all queries;
     ``fused_qkv``: one projection to query, key, value and gate;
     ``kv_down`` and ``kv_up``: outputs of the latent projections; ``inner_norms``: rows normed inside attention.
-    ``joins_output``: attention's output is put together from parts that it keeps as well.
+    ``joins_output``: attention's output is put together from parts that it keeps as well. ``linear_recurrence``: of
+    a mixer whose norm waits until ranks that share its groups have its output again.
     """
 
     hidden: int
@@ -62,6 +63,7 @@ class Sizes:
     linear_projection: int
     linear_conv: int
     linear_inner: int
+    linear_recurrence: int
     heads: int
     query: int
     key: int
@@ -98,11 +100,13 @@ def sizes_of(
     fused_attention: bool,
     joins_output: bool = False,
     sums_at_experts: bool = False,
+    exchanges_heads: bool = False,
 ) -> Sizes:
     """Widths of a model under the settings that change what is kept.
 
     Memory-efficient permutation needs a second expert matrix without bias (report section 1.6). Without it the outputs
     of experts are kept where they are weighed: for a dispatcher that ``sums_at_experts`` on each rank of etp.
+    ``exchanges_heads``: ranks of cp run parts of a linear mixer's heads.
     """
     attention, mixer, moe = model.attention, model.linear_mixer, model.moe
     mla = attention if isinstance(attention, MlaAttention) else None
@@ -119,6 +123,7 @@ def sizes_of(
         linear_projection=linear_mixer_projection(mixer) if mixer else 0,
         linear_conv=mixer.conv_size if mixer else 0,
         linear_inner=mixer.inner_size if mixer else 0,
+        linear_recurrence=mixer.inner_size if isinstance(mixer, Mamba2) and exchanges_heads else 0,
         heads=attention.num_heads,
         query=query,
         key=key,
@@ -254,6 +259,12 @@ _EXPERTS = (
         dropped_by=("moe",),
     ),
 )
+_LATENT = (
+    Row(
+        "input of the projection to the latent", "latent", lambda z: z.hidden * z.has_latent, "quantized_copy", ("moe",)
+    ),
+    Row("combined latent", "latent", lambda z: z.expert_hidden * z.has_latent, "quantized", ("moe",)),
+)
 _MOE = (
     _MLP_INPUT,
     _MLP_NORM,
@@ -261,10 +272,7 @@ _MOE = (
     Row("permutation row map", "router", lambda z: z.experts, "int64", ("moe",)),
     *_SHARED,
     *_EXPERTS,
-    Row(
-        "input of the projection to the latent", "latent", lambda z: z.hidden * z.has_latent, "quantized_copy", ("moe",)
-    ),
-    Row("combined latent", "latent", lambda z: z.expert_hidden * z.has_latent, "quantized", ("moe",)),
+    *_LATENT,
 )
 # An MTP depth norms two inputs, joins and projects them, then runs a layer and a final norm (report section 8).
 _MTP = (
@@ -340,6 +348,7 @@ _NATIVE_LINEAR = (
     *_ATTENTION[:2],
     Row("norm statistics", "norms", lambda _: 1, "fp32"),
     Row("linear mixer as projected", "linear_mixer", lambda z: z.linear_projection),
+    Row("output of the recurrence", "linear_mixer", lambda z: z.linear_recurrence),
     Row("input of the linear mixer's output projection", "linear_mixer", lambda z: z.linear_inner, "quantized"),
 )
 _NATIVE_MLP_INPUT = (_MLP_INPUT, Row("pre-MLP norm statistics", "norms", lambda _: 1, "fp32"))
@@ -372,6 +381,7 @@ _NATIVE_MOE = (
     Row("permutation indices", "router", lambda z: 2 * z.top_k, "int32", ("moe",)),
     *_NATIVE_SHARED,
     *_NATIVE_EXPERTS,
+    *_LATENT,
 )
 # The final norm's output is the hidden input of the first depth, and each depth's that of the next: kept once.
 _NATIVE_LOSS = (

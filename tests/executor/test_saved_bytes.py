@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 import moeplan.executor.offload as offload_module
-from moeplan.mixers import GqaAttention, MlaAttention
+from moeplan.mixers import GqaAttention, Mamba2, MlaAttention
 from moeplan.model_spec import DENSE_LAYER, MOE_LAYER, ModelSpec, Moe, Router
 from moeplan.plan import Plan
 from moeplan.simulator.activations import ActivationKind, activation_bytes
@@ -44,7 +44,7 @@ def small_plan(model: ModelSpec, **changes: Any) -> Plan:
 
 def check(plan: Plan, *, cpu_bytes: float = 0) -> None:
     """``cpu_bytes``: what a kernel of CPUs keeps and those of GPUs do not."""
-    expected = activation_bytes(plan.model, MOE_LAYER if plan.model.moe else DENSE_LAYER, plan.point, NATIVE)
+    expected = activation_bytes(plan.model, plan.model.layer_kinds[0], plan.point, NATIVE)
     assert layer_kept_bytes(plan) - cpu_bytes == pytest.approx(expected, rel=0.01)
 
 
@@ -184,6 +184,35 @@ def test_whole_models(attention: GqaAttention | MlaAttention, recompute: tuple[s
     parts: dict[ActivationKind, int] = {DENSE_LAYER: 1, MOE_LAYER: 2, "mtp": num_mtp_layers, "loss": 1}
     expected = sum(num * activation_bytes(plan.model, kind, plan.point, NATIVE) for kind, num in parts.items() if num)
     assert model_kept_bytes(plan) == pytest.approx(expected, rel=0.01)
+
+
+def small_hybrid(layer: str) -> ModelSpec:
+    """One layer of one block, by the symbol of ``layer_pattern``."""
+    mamba = Mamba2(num_heads=16, head_dim=32, state_size=24, num_groups=4, chunk_size=64)
+    others: dict[str, Any] = {"linear_mixer": mamba if layer == "M" else None, "layer_pattern": layer}
+    attention = GQA.model_copy(update={"rotary": False})
+    return small_model(attention, moe={"latent_size": 96}, activation="squared_relu", **others)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"precision": "fp32"},
+        {"recompute": ("layernorm",)},
+        {"recompute": ("layernorm", "moe")},
+        {"recompute": ("full",)},
+        {"recompute": ("core_attn", "moe_act", "shared_experts", "mlp")},
+        EVERYTHING,
+        PACKED,
+        {"tp": 4, "num_gpus": 4},
+        {"cp": 2, "num_gpus": 2},
+        {"tp": 2, "cp": 2, "num_gpus": 4, **PACKED},
+    ],
+)
+@pytest.mark.parametrize("layer", ["M", "*", "-", "E"])
+def test_layers_of_one_block(layer: str, changes: dict[str, Any]) -> None:
+    check(small_plan(small_hybrid(layer), **changes))
 
 
 def test_gathered_keys_are_not_kept() -> None:
