@@ -24,7 +24,8 @@ from moeplan.executor.tensor_slices import TensorSlice, buffer_slices
 from moeplan.files import write_bytes_atomically, write_text_atomically
 from moeplan.hf_export import hf_config_of
 from moeplan.hf_folder import INDEX, SINGLE
-from moeplan.hf_layout import Place, checkpoint_places
+from moeplan.hf_layout import checkpoint_places
+from moeplan.hf_place import Place
 from moeplan.plan import Plan
 from moeplan.units import GIB
 
@@ -174,9 +175,9 @@ def write_part(tensor: Tensor, place: Place, offsets: tuple[int, ...], values: T
     if place.transposed:
         view = view.t()
     box: list[Any] = [slice(first, first + size) for first, size in zip(offsets, values.shape, strict=True)]
-    if place.paired is not None:
-        box[0] = torch.tensor([place.paired.theirs(row) for row in range(box[0].start, box[0].stop)])
-    view[tuple(box)] = values
+    if place.rows is not None:
+        box[0] = torch.tensor([place.rows.theirs(row) for row in range(box[0].start, box[0].stop)])
+    view[tuple(box)] = values - place.plus if place.plus else values
 
 
 class _Writer:

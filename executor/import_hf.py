@@ -8,9 +8,11 @@ from torch import Tensor
 
 from moeplan.errors import InvalidInputError
 from moeplan.executor.dequantize_hf import BlockFp8Slices, Mxfp4Slices
+from moeplan.executor.dtypes import at_least_fp32
 from moeplan.executor.parameters import Piece
 from moeplan.hf_folder import FP8_FACTORS, MXFP4_BYTES, MXFP4_EXPONENTS, HfFolder
-from moeplan.hf_layout import Place, checkpoint_places
+from moeplan.hf_layout import checkpoint_places
+from moeplan.hf_place import Place
 
 
 class HfWeights:
@@ -51,12 +53,14 @@ class HfWeights:
 def read_part(slices: Any, place: Place, source: tuple[slice, ...]) -> Tensor:
     """The part ``source`` of our weight from the tensor that ``slices`` reads, of which no more is read than needed."""
     rows = None
-    if place.paired is not None:
-        rows = torch.tensor([place.paired.theirs(row) for row in range(source[0].start, source[0].stop)])
+    if place.rows is not None:
+        rows = torch.tensor([place.rows.theirs(row) for row in range(source[0].start, source[0].stop)])
         source = (slice(int(rows.min()), int(rows.max()) + 1), *source[1:])
     elif place.transposed:
         source = source[::-1]
     part: Tensor = _read(slices, place.index, source)
+    if place.plus:
+        part = part.to(at_least_fp32(part.dtype)) + place.plus
     if rows is not None:
         return part[rows - source[0].start]
     return part.t() if place.transposed else part
@@ -64,15 +68,14 @@ def read_part(slices: Any, place: Place, source: tuple[slice, ...]) -> Tensor:
 
 def _read(slices: Any, index: tuple[int | slice, ...], source: tuple[slice, ...]) -> Tensor:
     """``tensor[index][source]``; a step in ``index`` is read whole and thinned out."""
-    ranges, thin, dims = [], [], iter(source)
+    ranges, thin, dims = list[slice](), list[int | slice](), iter(source)
     for one in index:
         if isinstance(one, int):
             ranges.append(slice(one, one + 1))
+            thin.append(0)
             continue
         first, step, box = one.start or 0, one.step or 1, next(dims)
         ranges.append(slice(first + step * box.start, first + step * (box.stop - 1) + 1))
         thin.append(slice(None, None, step))
     part: Tensor = slices[(*ranges, *dims)]
-    for _ in range(sum(isinstance(one, int) for one in index)):
-        part = part[0]
     return part[tuple(thin)] if thin else part

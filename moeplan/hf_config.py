@@ -40,7 +40,7 @@ def model_from_hf_config(config: Any, where: str) -> ModelSpec:
 def _trunk(values: HfValues, family: str) -> dict[str, Any]:
     """What every family has; families overwrite parts of it."""
     activation = values.text("hidden_act", "silu", allowed=tuple(ACTIVATIONS))
-    if family != "glm4_moe" and rotary_factor(values, 1.0) != 1:
+    if family not in ("glm4_moe", "qwen3_next") and rotary_factor(values, 1.0) != 1:
         values.refuse("partial_rotary_factor", "is not 1; of this family only whole heads can be imported")
     return {
         "name": _name(values, family),
@@ -74,4 +74,5 @@ FAMILIES: dict[str, Callable[[HfValues], dict[str, Any]]] = {
     "qwen2_moe": hf_families.qwen2_moe,
     "qwen3": hf_families.qwen3,
     "qwen3_moe": hf_families.qwen3_moe,
+    "qwen3_next": hf_families.qwen3_next,
 }

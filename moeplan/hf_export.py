@@ -6,6 +6,7 @@ that was written, but for the name and what only training uses (balancing losses
 
 from typing import Any
 
+from moeplan import hf_qwen3_next
 from moeplan.errors import InvalidInputError
 from moeplan.hf_config import ACTIVATIONS, model_from_hf_config
 from moeplan.hf_rope import rope_config
@@ -19,6 +20,7 @@ ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
     "qwen2_moe": "Qwen2MoeForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "deepseek_v2": "DeepseekV2ForCausalLM",
@@ -68,6 +70,7 @@ def _comparable(model: ModelSpec) -> dict[str, Any]:
         router["group_score_experts"] = router["group_score_experts"] or usual
         if router["num_groups"] == 1:
             router |= {"top_groups": 1, "group_score_experts": None}
+    data["attention_period"] = min(model.attention_period, model.num_layers + 1)  # beyond, no layer attends
     if not model.has_dense_mlp:
         data["dense_ffn_size"] = 0  # a width that no layer has
     return data
@@ -109,6 +112,8 @@ def _grouped(model: ModelSpec, attention: GqaAttention, family: str) -> dict[str
     config = {"head_dim": attention.head_dim, "attention_bias": bias, **_window(model, attention, family)}
     if family == "qwen2_moe":
         config["qkv_bias"] = attention.qkv_bias
+    if family == hf_qwen3_next.FAMILY:
+        config |= hf_qwen3_next.config_keys(model)
     if family == "glm4_moe":
         rotated = (attention.rotary_dim or attention.head_dim) / attention.head_dim
         config |= {"partial_rotary_factor": rotated, "use_qk_norm": attention.qk_norm}

@@ -6,6 +6,7 @@ Defaults are those of the family's class in transformers; where a class has none
 from collections.abc import Sequence
 from typing import Any
 
+from moeplan import hf_qwen3_next
 from moeplan.errors import InvalidInputError
 from moeplan.hf_rope import rotary_factor
 from moeplan.hf_values import HfValues
@@ -108,7 +109,7 @@ def qwen3(values: HfValues) -> dict[str, Any]:
     }
 
 
-def _qwen_experts(values: HfValues) -> dict[str, Any]:
+def _qwen_experts(values: HfValues, *, normalize_top_k: bool = False) -> dict[str, Any]:
     """Routed experts and the placing of their layers, as Qwen2-MoE and Qwen3-MoE write them."""
     dense = values.integers("mlp_only_layers", [])
     period = values.integer("decoder_sparse_step", 1)
@@ -124,7 +125,9 @@ def _qwen_experts(values: HfValues) -> dict[str, Any]:
             "num_experts": values.integer("num_experts" if "num_experts" in values else "num_local_experts"),
             "top_k": values.integer("num_experts_per_tok"),
             "expert_ffn_size": values.integer("moe_intermediate_size"),
-            "router": _softmax_router(values, 1e-3, normalize_top_k=values.flag("norm_topk_prob", default=False)),
+            "router": _softmax_router(
+                values, 1e-3, normalize_top_k=values.flag("norm_topk_prob", default=normalize_top_k)
+            ),
         },
     }
 
@@ -143,6 +146,20 @@ def qwen2_moe(values: HfValues) -> dict[str, Any]:
 def qwen3_moe(values: HfValues) -> dict[str, Any]:
     """Qwen3-MoE: no shared expert."""
     return _qwen_experts(values) | {"attention": _qwen3_attention(values)}
+
+
+def qwen3_next(values: HfValues) -> dict[str, Any]:
+    """Qwen3-Next: gated attention every fourth layer, gated delta nets between, a gated shared expert."""
+    if values.integer("num_nextn_predict_layers", 0, minimum=0) > 1:
+        values.refuse("num_nextn_predict_layers", "is above 1; depths of this family share what joins their inputs")
+    data = _qwen_experts(values, normalize_top_k=True)
+    data["moe"] |= {
+        "shared_ffn_size": values.integer("shared_expert_intermediate_size", 512),
+        "shared_gate": True,
+    }
+    attention = _gqa(values, **hf_qwen3_next.attention_features(values))
+    depths = {"num_mtp_layers": values.integer("num_nextn_predict_layers", 0, minimum=0)}
+    return data | depths | hf_qwen3_next.mixer_fields(values) | {"attention": attention}
 
 
 def mixtral(values: HfValues) -> dict[str, Any]:

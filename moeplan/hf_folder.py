@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from moeplan import hf_qwen3_next
 from moeplan.errors import InvalidInputError
 from moeplan.files import read_json
 from moeplan.hf_config import model_from_hf_config
@@ -61,7 +62,10 @@ def open_folder(path: Path) -> HfFolder:
     tensors: dict[str, Stored] = {}
     for file in _files(path):
         tensors |= _header(file)
-    return HfFolder(path, model, str(config["model_type"]), tensors, fp8_block)
+    family = str(config["model_type"])
+    if family == hf_qwen3_next.FAMILY and hf_qwen3_next.MTP_PROJECTION in tensors:
+        model = model.model_copy(update={"num_mtp_layers": 1})  # of which published configs say nothing
+    return HfFolder(path, model, family, tensors, fp8_block)
 
 
 def _fp8_block(path: Path, quantization: Any) -> tuple[int, int]:

@@ -1,44 +1,19 @@
 """Where each weight of a model lies in a Hugging Face checkpoint of a family: under what name, and how laid out."""
 
 import re
-from dataclasses import dataclass
 
+from moeplan import hf_qwen3_next
+from moeplan.hf_place import PairedRows, Place
 from moeplan.mixers import GqaAttention, MlaAttention
 from moeplan.model_spec import ModelSpec
 from moeplan.weights import weight_shapes
 
 
-@dataclass(frozen=True, slots=True)
-class PairedRows:
-    """Rotary rows, the last ``num_paired`` of each block of ``block`` rows: (i, i + D/2) here, (2i, 2i + 1) there."""
-
-    block: int
-    num_paired: int
-
-    def theirs(self, row: int) -> int:
-        """The row there of our ``row``."""
-        block, inside = divmod(row, self.block)
-        paired = inside - (self.block - self.num_paired)
-        if paired < 0:
-            return row
-        second, pair = divmod(paired, self.num_paired // 2)
-        return block * self.block + self.block - self.num_paired + 2 * pair + second
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """The part ``index`` of the tensor ``name`` of ``shape`` is our weight, or where ``transposed`` its transpose."""
-
-    name: str
-    shape: tuple[int, ...]
-    index: tuple[int | slice, ...] = ()
-    transposed: bool = False
-    paired: PairedRows | None = None
-
-
 def checkpoint_places(model: ModelSpec, family: str) -> dict[str, list[Place]]:
-    """Places of every weight of the model by our name. MTP depths have copies of embedding and head there."""
+    """Places of every weight by our name. MTP depths have copies of embedding and head there, but in Qwen3-Next."""
     places = {name: [_place(name, shape, model, family)] for name, shape in weight_shapes(model).items()}
+    if family == hf_qwen3_next.FAMILY:
+        return places
     head = "embedding.weight" if model.tied_embeddings else "head.weight"
     for layer in range(model.num_layers, model.num_layers + model.num_mtp_layers):
         for name, copy in (("embedding.weight", "embed_tokens"), (head, "shared_head.head")):
@@ -50,16 +25,20 @@ def checkpoint_places(model: ModelSpec, family: str) -> dict[str, list[Place]]:
 def _place(name: str, shape: tuple[int, ...], model: ModelSpec, family: str) -> Place:
     if ".experts." in name and family == "gpt_oss":
         return _stacked(name, shape, model)
+    if family == hf_qwen3_next.FAMILY:
+        own = hf_qwen3_next.place(name, shape, model)
+        if own is not None:
+            return own
     theirs = hf_weight_name(name, model, family)
     if ".experts." in name:
         return Place(theirs, shape[::-1], transposed=True)
-    attention, paired = model.attention, None
+    attention, rows = model.attention, None
     if isinstance(attention, MlaAttention):
         if name.endswith("attention.query_up.weight"):
-            paired = PairedRows(attention.qk_head_dim, attention.qk_rope_head_dim)
+            rows = PairedRows(attention.qk_head_dim, attention.qk_rope_head_dim)
         if name.endswith("attention.key_value_down.weight"):
-            paired = PairedRows(shape[0], attention.qk_rope_head_dim)
-    return Place(theirs, shape, paired=paired)
+            rows = PairedRows(shape[0], attention.qk_rope_head_dim)
+    return Place(theirs, shape, rows=rows)
 
 
 def _stacked(name: str, shape: tuple[int, ...], model: ModelSpec) -> Place:
@@ -123,7 +102,10 @@ def hf_weight_name(name: str, model: ModelSpec, family: str) -> str:
         raise KeyError(name)
     layer, part, kind = found.groups()
     ending = {"expert_bias": "e_score_correction_bias"}.get(kind, kind)
-    return f"model.layers.{layer}.{_layer_part(part, model, family)}.{ending}"
+    prefix = f"model.layers.{layer}"
+    if family == hf_qwen3_next.FAMILY:
+        prefix = hf_qwen3_next.layer_prefix(int(layer), model)
+    return f"{prefix}.{_layer_part(part, model, family)}.{ending}"
 
 
 def _layer_part(part: str, model: ModelSpec, family: str) -> str:

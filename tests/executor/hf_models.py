@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moeplan.mixers import GqaAttention, MlaAttention
+from moeplan.mixers import GatedDeltaNet, GqaAttention, MlaAttention
 from moeplan.model_spec import Llama3Scaling, ModelSpec, Moe, Router, YarnScaling
 
 GQA = GqaAttention(num_heads=4, num_kv_heads=2, head_dim=8)
@@ -58,6 +58,15 @@ MODELS = [
             router=Router(normalize_top_k=False),
         ),
         attention=GQA.model_copy(update={"qkv_bias": True}),
+    ),
+    model(
+        "qwen3_next",
+        num_layers=3,
+        attention=GQA.model_copy(update={"qk_norm": True, "rotary_dim": 4, "output_gate": True}),
+        linear_mixer=GatedDeltaNet(num_k_heads=2, num_v_heads=4, k_head_dim=8, v_head_dim=16, conv_kernel=3),
+        attention_period=3,
+        norm_eps=1e-2,  # at 1e-6 the norm of heads whose query meets no key blows roundings of fp32 up, here as there
+        moe=SOFTMAX.model_copy(update={"shared_ffn_size": 24, "shared_gate": True}),
     ),
     model(
         "deepseek_v2",

@@ -55,6 +55,26 @@ QWEN3_MOE = {
     "sliding_window": None,
     "use_sliding_window": False,
 }
+QWEN3_NEXT = {
+    **_sizes(48, 2048, 16, 2, 5120, vocab_size=151936, rms_norm_eps=1e-6, rope_theta=10000000, head_dim=256),
+    "model_type": "qwen3_next",
+    "attention_bias": False,
+    "decoder_sparse_step": 1,
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 512,
+    "norm_topk_prob": True,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "partial_rotary_factor": 0.25,
+    "router_aux_loss_coef": 0.001,
+    "shared_expert_intermediate_size": 512,
+}
 GPT_OSS = {
     **_sizes(24, 2880, 64, 8, 2880, vocab_size=201088, rms_norm_eps=1e-5, rope_theta=150000, head_dim=64),
     "model_type": "gpt_oss",
@@ -150,6 +170,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "topk_group": 1,
     },
     "qwen3-30b-a3b": QWEN3_MOE,
+    "qwen3-next-80b-a3b": QWEN3_NEXT,
     "qwen3-8b": {
         **_sizes(36, 4096, 32, 8, 12288, vocab_size=151936, rms_norm_eps=1e-6, rope_theta=1000000, head_dim=128),
         "model_type": "qwen3",
@@ -190,6 +211,9 @@ def test_a_published_config_gives_its_preset(name: str) -> None:
     imported = model_from_hf_config(PUBLISHED[name], f"{name}/config.json")
     # Presets are as pre-trained; published weights may be of a longer context.
     preset = load_model(name).model_dump(exclude={"source", "rope_scaling"})
+    if imported.linear_mixer is not None:  # Qwen3-Next's config does not say that its checkpoint has a depth of MTP
+        assert preset["num_mtp_layers"] == 1
+        preset["num_mtp_layers"] = 0
     assert imported.model_dump(exclude={"source", "rope_scaling"}) == preset
 
 
@@ -276,6 +300,24 @@ def test_windowed_layers(base: dict[str, Any], change: dict[str, Any], expected:
     assert (attention.sliding_window, attention.sliding_period) == expected
 
 
+@pytest.mark.parametrize(
+    "change, period, num_linear",
+    [
+        ({}, 4, 36),
+        ({"full_attention_interval": 3}, 3, 32),
+        ({"full_attention_interval": None}, 4, 36),
+        ({"layer_types": ["linear_attention", "full_attention"] * 24}, 2, 24),
+        ({"layer_types": ["linear_attention"] * 48}, 49, 48),
+        ({"layer_types": ["full_attention"] * 48}, 1, 0),
+    ],
+)
+def test_layers_that_attend(change: dict[str, Any], period: int, num_linear: int) -> None:
+    model = model_from_hf_config(QWEN3_NEXT | change, "config.json")
+    assert model.attention_period == period
+    assert sum(kind.mixer == "linear" for kind in model.layer_kinds) == num_linear
+    assert (model.linear_mixer is None) == (num_linear == 0)
+
+
 @pytest.mark.parametrize("name", sorted(PUBLISHED))
 def test_a_missing_size_is_one_error_naming_key_and_file(name: str) -> None:
     needed = ["model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size"]
@@ -304,6 +346,11 @@ def test_a_missing_size_is_one_error_naming_key_and_file(name: str) -> None:
         (GPT_OSS, {"swiglu_limit": 10.0}, "swiglu_limit is 10.0; only 7.0 can be imported"),
         (GPT_OSS, {"rope_parameters": {"full_attention": {}}}, "rope_parameters differs by kind of layer"),
         (QWEN3_MOE, {"partial_rotary_factor": 0.5}, "partial_rotary_factor is not 1"),
+        (QWEN3_NEXT, {"layer_types": ["full_attention"] + ["linear_attention"] * 47}, "layer_types attends in other"),
+        (QWEN3_NEXT, {"layer_types": ["full_attention"] * 47}, "layer_types has 47 entries for 48 layers"),
+        (QWEN3_NEXT, {"layer_types": ["mamba"] * 48}, "layer_types holds 'mamba'; linear_attention and"),
+        (QWEN3_NEXT, {"num_nextn_predict_layers": 2}, "num_nextn_predict_layers is above 1"),
+        (QWEN3_NEXT, {"linear_num_value_heads": 24}, "num_v_heads 24 is not a multiple of num_k_heads 16"),
         (MIXTRAL, {"hidden_act": "gelu_pytorch_tanh"}, "hidden_act must be one of silu, swish, gelu"),
         (DEEPSEEK_V3, {"hidden_act": 7}, "hidden_act must be a string, got 7"),
         (DEEPSEEK_V3, {"rope_parameters": [1]}, "rope_parameters must be an object, got [1]"),
