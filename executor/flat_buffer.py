@@ -2,7 +2,8 @@
 
 One buffer, so that reducing gradients and gathering weights is one collective, whatever the number of parameters:
 those of a layer, or of a whole class (dense or expert). Order: what other pipeline ranks hold as well, then parameters
-split over the class's tensor-parallel group, then replicated ones.
+split over the class's tensor-parallel group, then replicated ones. Each begins at a whole 16-byte word, as each rank's
+part does; gaps hold zeros in weights, gradients and states.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +24,9 @@ from moeplan.executor.dtypes import Dtypes
 from moeplan.executor.parameters import Entry
 from moeplan.executor.scopes import scope
 from moeplan.kernels.main_grad import MainGrad, set_main_grad
+
+# Grouped GEMMs and copies by TMA take no operand that begins elsewhere, and kernels read others element by element.
+ALIGNMENT_BYTES = 16
 
 
 @dataclass(frozen=True)
@@ -55,17 +59,20 @@ class FlatBuffer:
 
     ``updated`` is what this rank's optimizer updates: its part where ``is_sharded``, else everything. After
     construction every parameter is a view of ``weights``, and backward adds its gradient to ``grads``. ``holds_main``:
-    what is updated is the main weights themselves, and nothing else.
+    what is updated is the main weights themselves, and nothing else. ``stored_dtype``: of what holds the weights, where
+    that is not the type of parameters.
     """
 
     holds_main = False
+    stored_dtype: torch.dtype | None = None
 
     def __init__(self, entries: Sequence[Entry], dtypes: Dtypes, copies: Copies, *, is_sharded: bool) -> None:
         self.copies, self.is_sharded = copies, is_sharded
         # Runs of one kind, so that few spans say which elements are shared, which replicated and which decay.
         self.entries = sorted(entries, key=_kind)
-        self.num_elements = sum(entry.parameter.numel() for entry in self.entries)
-        part = -(-self.num_elements // copies.shard.size)
+        self.word = ALIGNMENT_BYTES // (self.stored_dtype or dtypes.param).itemsize
+        self.num_elements = sum(round_up(entry.parameter.numel(), self.word) for entry in self.entries)
+        part = round_up(-(-self.num_elements // copies.shard.size), self.word)
         self.own = Span(part * copies.shard.index, part * (copies.shard.index + 1))
         self.updated = self.own if is_sharded else Span(0, part * copies.shard.size)
         device = self.entries[0].parameter.device
@@ -74,6 +81,7 @@ class FlatBuffer:
         self.main_grads: list[MainGrad] = []
         self.decayed: list[Span] = []
         self.kept: list[Span] = []
+        self.gaps: list[Span] = []
         self.shared_end, self.replicated_start = 0, self.num_elements
         self._reducing: Pending | None = None
         self._gathering: Pending | None = None
@@ -88,19 +96,21 @@ class FlatBuffer:
             entry.parameter.register_post_accumulate_grad_hook(_adds_to(main))
             set_main_grad(entry.parameter, main)
             self.main_grads.append(main)
+            end = round_up(span.end, self.word)
             if entry.is_shared:
-                self.shared_end = span.end
+                self.shared_end = end
             if entry.is_replicated:
                 self.replicated_start = min(self.replicated_start, span.start)
-            _extend(self.decayed if entry.is_decayed else self.kept, span)
+            _extend(self.decayed if entry.is_decayed else self.kept, Span(span.start, end))
+            _extend(self.gaps, Span(span.end, end))
+        _extend(self.gaps, Span(self.num_elements, self.weights.numel()))
 
     def spans(self) -> Iterator[tuple[Entry, Span]]:
         """Every parameter with its elements."""
         start = 0
         for entry in self.entries:
-            span = Span(start, start + entry.parameter.numel())
-            start = span.end
-            yield entry, span
+            yield entry, Span(start, start + entry.parameter.numel())
+            start += round_up(entry.parameter.numel(), self.word)
 
     @property
     def updated_weights(self) -> Tensor:
@@ -218,8 +228,15 @@ def _adds_to(main: MainGrad) -> Callable[[nn.Parameter], None]:
     return add
 
 
+def round_up(number: int, step: int) -> int:
+    """The least multiple of ``step`` that is no less."""
+    return -(-number // step) * step
+
+
 def _extend(spans: list[Span], span: Span) -> None:
-    """Append, or lengthen the last where they touch."""
+    """Append what is not empty, or lengthen the last where they touch."""
+    if not span.size:
+        return
     if spans and spans[-1].end == span.start:
         spans[-1] = Span(spans[-1].start, span.end)
     else:

@@ -75,7 +75,8 @@ class ShardedBuffer(FlatBuffer):
         self.finish_micro_batch()
         if not self.has_grads:
             _resize(self.grads, self.grads.numel())
-            self.grads[self.num_elements :].zero_()
+            for gap in self.gaps:
+                gap.inside(self.grads).zero_()
             for main in self.main_grads:
                 main.clear_()
             self.has_grads = True

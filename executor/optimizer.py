@@ -54,7 +54,7 @@ class ClassOptimizer:
     def _parts(self, plan: Plan) -> list[StatePart]:
         """What is updated on the host, and the rest."""
         weights, size = self.buffer.updated_weights, self.updated.size
-        cut = round(plan.optimizer_cpu_frac * size)
+        cut = round(plan.optimizer_cpu_frac * size / self.buffer.word) * self.buffer.word
         on_device, on_host = _part_kinds(plan, moves_weights=self.buffer.holds_main)
         kinds = ((on_host, Span(0, cut)), (on_device, Span(cut, size)))
         parts = [kind(span, span.inside(weights), self.dtypes) for kind, span in kinds if span.size]

@@ -32,12 +32,13 @@ class PrimaryBuffer(FlatBuffer):
     """
 
     holds_main = True
+    stored_dtype = torch.uint8
 
     def __init__(self, entries: Sequence[Entry], dtypes: Dtypes, copies: Copies, *, is_sharded: bool) -> None:
         super().__init__(entries, dtypes, copies, is_sharded=is_sharded)
         self.main = self.updated.inside(self.weights).to(dtypes.main)
         self.moving: Moving | None = None
-        self.stored = torch.zeros_like(self.weights, dtype=torch.uint8)
+        self.stored = torch.zeros_like(self.weights, dtype=self.stored_dtype)
         self._amax: list[Tensor] = []
         self._pairs: dict[int, Pair] = {}
         self.release()
