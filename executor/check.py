@@ -4,10 +4,12 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
+from moeplan.cp_schedule import largest_group
 from moeplan.errors import InvalidInputError
 from moeplan.executor.routing_files import check_replay
 from moeplan.hf_export import hf_config_of
 from moeplan.hf_folder import check_model, open_folder
+from moeplan.mixers import Mamba2
 from moeplan.model_spec import ModelSpec
 from moeplan.plan import Plan
 from moeplan.run_config import RunConfig
@@ -72,7 +74,13 @@ def _graph_limits(plan: Plan) -> Iterator[tuple[str, object, str, str]]:
 
 def _dynamic_cp_limits(plan: Plan) -> Iterator[tuple[str, object, str, str]]:
     """Ranks hold different numbers of tokens; what is balanced or dropped must not depend on how they are packed."""
-    moe = plan.model.moe
+    moe, mixer = plan.model.moe, plan.model.linear_mixer
+    if mixer is not None:
+        heads = mixer.num_heads if isinstance(mixer, Mamba2) else mixer.num_k_heads
+        ranks = plan.tp * largest_group(plan.dp * plan.cp)
+        if heads % ranks:
+            allowed = f"packs of ranks among which the {heads} heads of linear_mixer divide"
+            yield "dynamic_cp", f"tp x packs of up to {ranks} ranks", allowed, "leave dynamic_cp out, or use fewer GPUs"
     if moe is None:
         return
     if plan.dispatcher == "flex" and plan.flex_backend != "torch" and plan.ep * plan.etp > 1:

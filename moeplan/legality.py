@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from moeplan.mixers import Mamba2, MlaAttention
+from moeplan.mixers import GatedDeltaNet, Mamba2, MlaAttention
 from moeplan.model_spec import ModelSpec
 from moeplan.pipeline_order import schedule_problem
 from moeplan.point import Point
@@ -245,6 +245,11 @@ def _tensor_violations(model: ModelSpec, point: Point) -> Iterator[tuple[str, st
 def _linear_violations(model: ModelSpec, point: Point) -> Iterator[tuple[str, str]]:
     """Heads of linear mixers: split over tp, and over all of cp where a state runs through the sequence."""
     mixer, tp, cp = model.linear_mixer, point.tp, point.cp
+    if isinstance(mixer, GatedDeltaNet):
+        for key, degree, what in (("tp", tp, f"tp {tp}"), ("cp", tp * cp, f"tp {tp} x cp {cp}")):
+            if mixer.num_k_heads % degree:
+                yield key, f"{what} does not divide the {mixer.num_k_heads} key heads of linear_mixer"
+                return
     if not isinstance(mixer, Mamba2):
         return
     for what, number in (("heads", mixer.num_heads), ("groups", mixer.num_groups)):

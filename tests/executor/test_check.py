@@ -9,6 +9,7 @@ from moeplan.model_spec import ModelSpec
 from moeplan.run_config import RunConfig
 from moeplan.vocabulary import CpComm
 from tests.executor.cases import DENSE_MODEL, GQA_MODEL, MLA_MODEL, tiny_plan
+from tests.executor.folding_cases import DELTA_NET
 
 
 @pytest.mark.parametrize("model", [GQA_MODEL, MLA_MODEL])
@@ -87,5 +88,9 @@ def test_each_limit_of_dynamic_context_parallelism_is_named(
     with pytest.raises(InvalidInputError, match=f"^{key}: got .*dynamic_cp") as caught:
         check_supported(tiny_plan(GQA_MODEL, 4, **dynamic, **changes))
     assert caught.value.hint
+    hybrid = DELTA_NET.model_copy(update={"num_mtp_layers": 0})
+    check_supported(tiny_plan(hybrid, 4, **dynamic))
+    with pytest.raises(InvalidInputError, match=r"^dynamic_cp: got tp x packs of up to 8 ranks, .* the 4 heads"):
+        check_supported(tiny_plan(hybrid, 8, **dynamic))
     with pytest.raises(InvalidInputError, match="record_routing: got places with dynamic_cp"):
         check_places(tiny_plan(GQA_MODEL, 4, **dynamic), RunConfig(record_routing="places"))

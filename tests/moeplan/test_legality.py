@@ -27,6 +27,7 @@ DEEPEP = {"dispatcher": "flex", "flex_backend": "deepep"}
         ("qwen3-30b-a3b", 8, {"fp8_primary_weights": True}, "fp8_primary_weights: needs a low precision, got bf16"),
         ("qwen3-30b-a3b", 8, {"fp8_attention": True}, "fp8_attention: needs a low precision, got bf16"),
         ("mixtral-8x7b", 8, {"ep": 4, "tp": 2, "sequence_parallel": False}, "sequence_parallel: MoE layers under tp 2"),
+        ("qwen3-next-80b-a3b", 32, {"tp": 2, "cp": 16}, "cp: tp 2 x cp 16 does not divide the 16 key heads of linear"),
         ("llama3-8b", 8, {"tp": 2, "sequence_parallel": False}, "sequence_parallel: predictions under tp 2"),
     ],
 )
@@ -41,6 +42,7 @@ def test_refused(model: str, num_gpus: int, fields: dict[str, Any], rule: str) -
         ("deepseek-v3", 128, {"ep": 128, **DEEPEP}),
         ("kimi-k2", 96, {"ep": 96, "dispatcher": "flex", "flex_backend": "hybridep"}),
         ("qwen3-30b-a3b", 16, {"ep": 8, "etp": 2, "precision": "fp8_blockwise"}),
+        ("qwen3-next-80b-a3b", 16, {"tp": 2, "cp": 8, "ep": 16}),
         ("mixtral-8x7b", 8, {"ep": 4, "sequence_parallel": False}),  # nothing to split
         ("qwen3-30b-a3b", 8, {"ep": 8, "precision": "fp8_current", "fp8_primary_weights": True, "fp8_attention": True}),
     ],
