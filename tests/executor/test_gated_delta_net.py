@@ -3,12 +3,19 @@
 from typing import Any
 
 import pytest
+import torch
 
+from moeplan.executor.gated_delta_net import GatedDeltaNetMixer
+from moeplan.executor.mesh import build_mesh
+from moeplan.executor.model import Transformer
+from moeplan.kernels.delta_rule import BACKENDS
+from moeplan.kernels.delta_rule_reference import DeltaTokens
 from moeplan.mixers import GatedDeltaNet
 from moeplan.model_spec import LayerKind
 from moeplan.simulator.activations import activation_bytes
 from moeplan.simulator.stack import load_stack
-from tests.executor.folding_cases import assert_equals_alone, quick_and_slow
+from tests.executor.cases import run_steps, tiny_plan
+from tests.executor.folding_cases import DELTA_NET, RUN, STEPS, alone, assert_equals_alone, quick_and_slow
 from tests.executor.pools import Pools
 from tests.executor.saved_bytes import layer_kept_bytes
 from tests.executor.test_saved_bytes import GATED, small_model, small_plan
@@ -80,3 +87,51 @@ def test_what_a_layer_keeps_is_what_the_native_stack_predicts(changes: dict[str,
     kind = LayerKind("linear", "dense" if dense else "moe")
     expected = activation_bytes(plan.model, kind, plan.point, load_stack("native"))
     assert layer_kept_bytes(plan) == pytest.approx(expected, rel=0.01)
+
+
+def test_bf16_stays_near_float64() -> None:
+    plan = tiny_plan(DELTA_NET, 1, precision="bf16", mbs=2)
+    losses = run_steps(0, plan, RUN, STEPS).losses
+    # 8 bits of mantissa: 0.4 % of a loss of 5.5, and rounding may send a token to another expert.
+    torch.testing.assert_close(losses, alone("delta-net").losses, rtol=0, atol=0.03)
+    assert losses[-1] < losses[0] - 0.05
+
+
+def test_a_mixer_is_its_formula_token_by_token() -> None:
+    """Two documents of one sequence; convolution, decay and gate written out."""
+    plan = tiny_plan(DELTA_NET, 1, packed_lengths=(5, 11))
+    block = Transformer(plan, build_mesh(plan.folding, 0), 7, torch.device("cpu")).layers[0].mixer
+    assert isinstance(block, GatedDeltaNetMixer)
+    x_SH = torch.randn(16, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    q, k, v, gate, beta, time = (x_SH @ block.in_weight.t()).split([32, 32, 32, 32, 8, 8], 1)
+    mixed = torch.cat([q, k, v], 1)
+    convolved = torch.zeros_like(mixed)
+    for token in range(16):
+        first = 0 if token < 5 else 5
+        for tap in range(4):
+            if (seen := token - 3 + tap) >= first:
+                convolved[token] += block.conv_weight[:, tap] * mixed[seen]
+    mixed = convolved * torch.sigmoid(convolved)
+    decay = -block.log_decay.exp() * torch.log1p(torch.exp(time + block.time_bias))
+    heads = [part.reshape(1, 16, -1, width) for part, width in zip(mixed.split(32, 1), (8, 8, 4), strict=True)]
+    tokens = DeltaTokens(heads[0], heads[1], heads[2], decay[None], torch.sigmoid(beta)[None])
+    out = BACKENDS["reference"](tokens, (5, 11), 1)[0]
+    normed = out * (out.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * block.norm
+    expected = (normed.flatten(1) * gate * torch.sigmoid(gate)) @ block.out_weight.t()
+    torch.testing.assert_close(block(x_SH), expected)
+
+
+def test_decays_and_biases_begin_as_published_and_do_not_decay() -> None:
+    plan = tiny_plan(DELTA_NET, 1)
+    model = Transformer(plan, build_mesh(plan.folding, 0), 7, torch.device("cpu"))
+    found = {
+        entry.pieces[0].name: entry for entry in model.table.entries if entry.pieces[0].name.startswith("layers.0")
+    }
+    rates = found["layers.0.mixer.log_decay"].parameter.detach().exp()
+    assert 0.01 < float(rates.min()) < float(rates.max()) < 16
+    assert bool((found["layers.0.mixer.time_step.bias"].parameter == 1).all())
+    assert float(found["layers.0.mixer.query_conv.weight"].parameter.detach().abs().max()) <= 0.5  # of four taps
+    undecayed = {"log_decay", "time_step.bias", "norm.weight"}
+    for name, entry in found.items():
+        if ".mixer." in name:
+            assert entry.is_decayed == (name.split(".mixer.")[1] not in undecayed), name
