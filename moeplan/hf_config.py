@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import PurePath
 from typing import Any
 
-from moeplan import hf_families
+from moeplan import hf_families, hf_nemotron
 from moeplan.errors import InvalidInputError
 from moeplan.files import validate
 from moeplan.hf_rope import rope_fields, rotary_factor
@@ -33,18 +33,18 @@ def model_from_hf_config(config: Any, where: str) -> ModelSpec:
         raise InvalidInputError(
             f"{where}: model_type {family!r} cannot be imported", f"families: {', '.join(sorted(FAMILIES))}"
         )
-    data = _trunk(values, family) | FAMILIES[family](values)
+    named = {"name": _name(values, family), "source": f"Hugging Face config.json, model_type {family}"}
+    trunk = {} if family == hf_nemotron.FAMILY else _trunk(values, family)
+    data = named | trunk | FAMILIES[family](values)
     return validate(ModelSpec, data, where)
 
 
 def _trunk(values: HfValues, family: str) -> dict[str, Any]:
-    """What every family has; families overwrite parts of it."""
+    """What every family but Nemotron has; families overwrite parts of it."""
     activation = values.text("hidden_act", "silu", allowed=tuple(ACTIVATIONS))
     if family not in ("glm4_moe", "qwen3_next") and rotary_factor(values, 1.0) != 1:
         values.refuse("partial_rotary_factor", "is not 1; of this family only whole heads can be imported")
     return {
-        "name": _name(values, family),
-        "source": f"Hugging Face config.json, model_type {family}",
         "num_layers": values.integer("num_hidden_layers"),
         "hidden_size": values.integer("hidden_size"),
         "vocab_size": values.integer("vocab_size"),
@@ -70,6 +70,7 @@ FAMILIES: dict[str, Callable[[HfValues], dict[str, Any]]] = {
     "kimi_k2": hf_families.deepseek_v3,
     "llama": hf_families.llama,
     "mixtral": hf_families.mixtral,
+    "nemotron_h": hf_nemotron.fields,  # Nemotron 3 too
     "qwen2": hf_families.qwen2,
     "qwen2_moe": hf_families.qwen2_moe,
     "qwen3": hf_families.qwen3,

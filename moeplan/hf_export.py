@@ -6,7 +6,7 @@ that was written, but for the name and what only training uses (balancing losses
 
 from typing import Any
 
-from moeplan import hf_qwen3_next
+from moeplan import hf_nemotron, hf_qwen3_next
 from moeplan.errors import InvalidInputError
 from moeplan.hf_config import ACTIVATIONS, model_from_hf_config
 from moeplan.hf_rope import rope_config
@@ -26,6 +26,7 @@ ARCHITECTURES = {
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
+    "nemotron_h": "NemotronHForCausalLM",
 }
 _TRAINING_ONLY = {"aux_loss": "none", "aux_loss_coeff": 0.0, "z_loss_coeff": 0.0, "bias_update_rate": 0.0}
 _HF_ACTIVATIONS = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())} | {"clamped_swiglu": "silu"}
@@ -84,6 +85,8 @@ def _flat(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _candidate(model: ModelSpec, family: str) -> dict[str, Any]:
+    if family == hf_nemotron.FAMILY:
+        return hf_nemotron.config_of(model)
     attention = model.attention
     config: dict[str, Any] = {
         "architectures": [ARCHITECTURES[family]],

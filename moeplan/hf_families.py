@@ -233,7 +233,7 @@ def _deepseek_experts(values: HfValues, router: dict[str, Any]) -> dict[str, Any
     }
 
 
-def _groups(values: HfValues, defaults: tuple[int | None, int | None], summed: int) -> dict[str, int]:
+def expert_groups(values: HfValues, defaults: tuple[int | None, int | None], summed: int) -> dict[str, int]:
     """Groups of experts, of which the ``summed`` best scores rank each."""
     groups = {
         "num_groups": values.integer("n_group", defaults[0]),
@@ -243,7 +243,8 @@ def _groups(values: HfValues, defaults: tuple[int | None, int | None], summed: i
     return groups if groups["num_groups"] == 1 or summed == usual else groups | {"group_score_experts": summed}
 
 
-def _sequence_loss(values: HfValues, default: float) -> dict[str, Any]:
+def sequence_loss(values: HfValues, default: float) -> dict[str, Any]:
+    """The loss that balances each sequence's experts, or where `seq_aux` is false those of all tokens."""
     coeff = values.number("aux_loss_alpha", default)
     loss = "seq_aux_loss" if values.flag("seq_aux", default=True) else "aux_loss"
     return {"aux_loss": loss if coeff else "none", "aux_loss_coeff": coeff}
@@ -253,11 +254,11 @@ def _sigmoid_router(values: HfValues, groups: tuple[int, int], scaling_factor: f
     """Sigmoid scores and a bias; where the config names no loss, it is that of DeepSeek-V3's paper."""
     values.text("topk_method", "noaux_tc", allowed=("noaux_tc",))
     return {
-        **_groups(values, groups, 2),
+        **expert_groups(values, groups, 2),
         "score_function": values.text("scoring_func", "sigmoid", allowed=("sigmoid",)),
         "scaling_factor": values.number("routed_scaling_factor", scaling_factor),
         "normalize_top_k": values.flag("norm_topk_prob", default=True),
-        **_sequence_loss(values, 1e-4),
+        **sequence_loss(values, 1e-4),
         "expert_bias": True,
     }
 
@@ -267,11 +268,11 @@ def deepseek_v2(values: HfValues) -> dict[str, Any]:
     method = values.text("topk_method", "greedy", allowed=("greedy", "group_limited_greedy"))
     values.require("norm_topk_prob", default=False)
     router = {
-        **(_groups(values, (None, None), 1) if method != "greedy" else {}),
+        **(expert_groups(values, (None, None), 1) if method != "greedy" else {}),
         "score_function": values.text("scoring_func", "softmax", allowed=("softmax",)),
         "scaling_factor": values.number("routed_scaling_factor", 1.0),
         "normalize_top_k": False,
-        **_sequence_loss(values, 1e-3),
+        **sequence_loss(values, 1e-3),
     }
     return _deepseek(values, router)
 

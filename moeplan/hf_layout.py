@@ -2,7 +2,7 @@
 
 import re
 
-from moeplan import hf_qwen3_next
+from moeplan import hf_nemotron, hf_qwen3_next
 from moeplan.hf_place import PairedRows, Place
 from moeplan.mixers import GqaAttention, MlaAttention
 from moeplan.model_spec import ModelSpec
@@ -10,9 +10,9 @@ from moeplan.weights import weight_shapes
 
 
 def checkpoint_places(model: ModelSpec, family: str) -> dict[str, list[Place]]:
-    """Places of every weight by our name. MTP depths have copies of embedding and head there, but in Qwen3-Next."""
+    """Places of every weight by our name. MTP depths have copies of embedding and head there, but in hybrids."""
     places = {name: [_place(name, shape, model, family)] for name, shape in weight_shapes(model).items()}
-    if family == hf_qwen3_next.FAMILY:
+    if family in (hf_nemotron.FAMILY, hf_qwen3_next.FAMILY):
         return places
     head = "embedding.weight" if model.tied_embeddings else "head.weight"
     for layer in range(model.num_layers, model.num_layers + model.num_mtp_layers):
@@ -23,6 +23,8 @@ def checkpoint_places(model: ModelSpec, family: str) -> dict[str, list[Place]]:
 
 
 def _place(name: str, shape: tuple[int, ...], model: ModelSpec, family: str) -> Place:
+    if family == hf_nemotron.FAMILY:
+        return hf_nemotron.place(name, shape, model)
     if ".experts." in name and family == "gpt_oss":
         return _stacked(name, shape, model)
     if family == hf_qwen3_next.FAMILY:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moeplan.mixers import GatedDeltaNet, GqaAttention, MlaAttention
+from moeplan.mixers import GatedDeltaNet, GqaAttention, Mamba2, MlaAttention
 from moeplan.model_spec import Llama3Scaling, ModelSpec, Moe, Router, YarnScaling
 
 GQA = GqaAttention(num_heads=4, num_kv_heads=2, head_dim=8)
@@ -95,6 +95,24 @@ MODELS = [
         moe=SOFTMAX.model_copy(update={"mlp_bias": True}),
         activation="clamped_swiglu",
         rope_scaling=YARN.model_copy(update={"truncate": False}),
+    ),
+    model(
+        "nemotron_h",
+        num_layers=6,
+        layer_pattern="MEM*-E",
+        attention=GQA.model_copy(update={"rotary": False}),
+        linear_mixer=Mamba2(num_heads=8, head_dim=4, state_size=6, num_groups=2, chunk_size=5),
+        dense_ffn_size=48,
+        moe=Moe(
+            num_experts=8,
+            top_k=2,
+            expert_ffn_size=16,
+            shared_ffn_size=24,
+            latent_size=12,
+            router=SIGMOID.model_copy(update={"num_groups": 4, "top_groups": 2, "group_score_experts": 2}),
+        ),
+        activation="squared_relu",
+        norm_eps=1e-5,
     ),
 ]
 

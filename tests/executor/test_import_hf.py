@@ -34,6 +34,7 @@ from tests.executor.hf_models import MODELS, model, of_family
 DEEPSEEK, GPT_OSS, QWEN_NEXT = of_family("deepseek_v3"), of_family("gpt_oss"), of_family("qwen3_next")
 WITH_MTP = DEEPSEEK.model_copy(update={"num_mtp_layers": 1})
 NEXT_WITH_MTP = QWEN_NEXT.model_copy(update={"num_mtp_layers": 1})
+NEMOTRON = of_family("nemotron_h").model_copy(update={"num_mtp_layers": 2})
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +56,7 @@ def save(spec: ModelSpec, folder: Path, **changes: Any) -> Transformer:
     return made
 
 
-@pytest.mark.parametrize("spec", [*MODELS, WITH_MTP, NEXT_WITH_MTP], ids=lambda spec: str(spec.name))
+@pytest.mark.parametrize("spec", [*MODELS, WITH_MTP, NEXT_WITH_MTP, NEMOTRON], ids=lambda spec: str(spec.name))
 def test_every_weight_has_a_name_and_a_shape(spec: ModelSpec) -> None:
     plan = tiny_plan(spec, 1)
     made = Transformer(plan, build_mesh(plan.folding, 0), 7, torch.device("cpu"))
@@ -80,7 +81,7 @@ class Slices:
 @settings(max_examples=60)
 @given(st.data())
 def test_what_is_written_is_read(data: st.DataObject) -> None:
-    spec = data.draw(st.sampled_from([DEEPSEEK, GPT_OSS, QWEN_NEXT, of_family("mixtral")]))
+    spec = data.draw(st.sampled_from([DEEPSEEK, GPT_OSS, QWEN_NEXT, NEMOTRON, of_family("mixtral")]))
     name, shape = data.draw(st.sampled_from(sorted(weight_shapes(spec).items())))
     place = checkpoint_places(spec, spec.name)[name][0]
     whole, stored = torch.randn(shape), torch.zeros(place.shape)
@@ -117,7 +118,7 @@ def import_parts(rank: int, plan: Plan, run: RunConfig) -> Parts:
     return parts_of(Transformer(plan, mesh, 7, torch.device("cpu"), first_weights(plan, run)))
 
 
-@pytest.mark.parametrize("spec", [WITH_MTP, GPT_OSS, NEXT_WITH_MTP], ids=["deepseek", "gpt-oss", "qwen-next"])
+@pytest.mark.parametrize("spec", [WITH_MTP, GPT_OSS, NEXT_WITH_MTP, NEMOTRON], ids=lambda spec: str(spec.name))
 @pytest.mark.parametrize("folding", [{"tp": 2, "ep": 4}, {"pp": 2, "etp": 2}, {"tp": 2, "etp": 2, "ep": 2}], ids=str)
 def test_every_folding_reads_its_parts(
     spec: ModelSpec, folding: dict[str, int], pool: GlooPool, tmp_path: Path
@@ -145,6 +146,24 @@ def test_fully_sharded_parameters_are_read_when_they_are_given_room(pool: GlooPo
     for parts in pool.run(import_sharded, plan, RunConfig(init_from=str(tmp_path))):
         for name, source, values in parts:
             torch.testing.assert_close(values, whole[name][source], rtol=0, atol=0, msg=name)
+
+
+def test_depths_of_nemotron_lie_two_layers_each_under_mtp() -> None:
+    places = checkpoint_places(NEMOTRON, "nemotron_h")
+    expected = {
+        "layers.6.embedding_norm.weight": "mtp.layers.0.enorm.weight",
+        "layers.6.projection.weight": "mtp.layers.0.eh_proj.weight",
+        "layers.6.attention_norm.weight": "mtp.layers.0.norm.weight",
+        "layers.6.attention.query.weight": "mtp.layers.0.mixer.q_proj.weight",
+        "layers.6.mlp_norm.weight": "mtp.layers.1.norm.weight",
+        "layers.6.router.expert_bias": "mtp.layers.1.mixer.gate.e_score_correction_bias",
+        "layers.6.experts.3.down.weight": "mtp.layers.1.mixer.experts.3.down_proj.weight",
+        "layers.6.latent_up.weight": "mtp.layers.1.mixer.fc2_latent_proj.weight",
+        "layers.6.final_norm.weight": "mtp.layers.1.final_layernorm.weight",
+        "layers.7.hidden_norm.weight": "mtp.layers.2.hnorm.weight",
+        "layers.7.shared_expert.up.weight": "mtp.layers.3.mixer.shared_experts.up_proj.weight",
+    }
+    assert {ours: places[ours][0].name for ours in expected} == expected
 
 
 def test_mtp_depths_may_be_left_out(tmp_path: Path) -> None:

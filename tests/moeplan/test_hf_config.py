@@ -108,6 +108,45 @@ LLAMA31 = {
         "original_max_position_embeddings": 8192,
     },
 }
+NEMOTRON_NANO = {
+    "model_type": "nemotron_h",
+    "attention_bias": False,
+    "chunk_size": 128,
+    "conv_kernel": 4,
+    "expand": 2,
+    "head_dim": 128,
+    "hidden_size": 2688,
+    "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+    "intermediate_size": 1856,
+    "layer_norm_epsilon": 1e-05,
+    "mamba_head_dim": 64,
+    "mamba_hidden_act": "silu",
+    "mamba_num_heads": 64,
+    "mamba_proj_bias": False,
+    "mlp_bias": False,
+    "mlp_hidden_act": "relu2",
+    "moe_intermediate_size": 1856,
+    "moe_shared_expert_intermediate_size": 3712,
+    "n_group": 1,
+    "n_groups": 8,
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts_per_tok": 6,
+    "num_hidden_layers": 52,
+    "num_key_value_heads": 2,
+    "residual_in_fp32": False,
+    "rope_theta": 10000,
+    "routed_scaling_factor": 2.5,
+    "sliding_window": None,
+    "ssm_state_size": 128,
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "use_bias": False,
+    "use_conv_bias": True,
+    "vocab_size": 131072,
+}
 # Key by key what the models' own config.json holds, without keys that no architecture depends on.
 PUBLISHED: dict[str, dict[str, Any]] = {
     "deepseek-v3": DEEPSEEK_V3,
@@ -201,6 +240,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "use_sliding_window": False,
     },
     "mixtral-8x7b": MIXTRAL,
+    "nemotron3-nano-30b-a3b": NEMOTRON_NANO,
     "gpt-oss-20b": GPT_OSS,
     "llama3.1-405b": LLAMA31,
 }
@@ -211,7 +251,7 @@ def test_a_published_config_gives_its_preset(name: str) -> None:
     imported = model_from_hf_config(PUBLISHED[name], f"{name}/config.json")
     # Presets are as pre-trained; published weights may be of a longer context.
     preset = load_model(name).model_dump(exclude={"source", "rope_scaling"})
-    if imported.linear_mixer is not None:  # Qwen3-Next's config does not say that its checkpoint has a depth of MTP
+    if name == "qwen3-next-80b-a3b":  # whose config does not say that its checkpoint has a depth of MTP
         assert preset["num_mtp_layers"] == 1
         preset["num_mtp_layers"] = 0
     assert imported.model_dump(exclude={"source", "rope_scaling"}) == preset
@@ -318,9 +358,42 @@ def test_layers_that_attend(change: dict[str, Any], period: int, num_linear: int
     assert (model.linear_mixer is None) == (num_linear == 0)
 
 
+_BLOCKS = {"M": "mamba", "E": "moe", "*": "attention"}
+_LATER = {"mamba": "linear_attention", "attention": "full_attention"}
+
+
+def test_layers_of_one_block_are_listed_in_three_ways() -> None:
+    pattern = NEMOTRON_NANO["hybrid_override_pattern"]
+    assert isinstance(pattern, str)
+    listed = [_BLOCKS[symbol] for symbol in pattern]
+    without = {key: value for key, value in NEMOTRON_NANO.items() if key != "hybrid_override_pattern"}
+    for types in (listed, [_LATER.get(kind, kind) for kind in listed]):
+        assert model_from_hf_config(without | {"layers_block_type": types}, "config.json").layer_pattern == pattern
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"hybrid_override_pattern": "ME+"}, "hybrid_override_pattern holds '+'; M * - E can be imported"),
+        ({"layers_block_type": ["mamba", "conv"]}, "layers_block_type holds 'conv'"),
+        ({"use_conv_bias": False}, "use_conv_bias is False; only True"),
+        ({"mlp_hidden_act": "silu"}, "mlp_hidden_act is 'silu'; only 'relu2'"),
+        ({"sliding_window": 512}, "sliding_window is set"),
+        ({"num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "ME"}, "mtp_hybrid_override_pattern is 'ME'"),
+        ({"num_nextn_predict_layers": 1, "mtp_layers_block_type": ["moe"]}, r"mtp_layers_block_type is ['moe']"),
+    ],
+)
+def test_what_no_nemotron_has_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidInputError) as caught:
+        model_from_hf_config(NEMOTRON_NANO | change, "config.json")
+    assert message in caught.value.message
+
+
 @pytest.mark.parametrize("name", sorted(PUBLISHED))
 def test_a_missing_size_is_one_error_naming_key_and_file(name: str) -> None:
     needed = ["model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size"]
+    if PUBLISHED[name]["model_type"] == "nemotron_h":  # its pattern says how many layers there are
+        needed[1] = "hybrid_override_pattern"
     needed += [key for key in ("num_experts_per_tok", "q_lora_rank", "kv_lora_rank") if key in PUBLISHED[name]]
     for key in needed:
         config = {other: value for other, value in PUBLISHED[name].items() if other != key}

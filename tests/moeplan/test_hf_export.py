@@ -22,6 +22,8 @@ FAMILIES = {
     "qwen3-next-80b-a3b": "qwen3_next",
     "deepseek-v2-lite": "deepseek_v2",
     "moonlight-16b-a3b": "deepseek_v3",
+    "nemotron3-nano-30b-a3b": "nemotron_h",
+    "nemotron3-ultra-550b-a55b": "nemotron_h",
 }
 
 
@@ -51,7 +53,7 @@ def _difference(name: str) -> str:
 def test_presets_of_no_family_are_these() -> None:
     out = {name: reason for name in model_names() if (reason := _difference(name))}
     # GPT-3 and Nemotron-4 have no gate, Grok-1 and Llama 4 other routers, tiny-moe a shared expert without gate.
-    families = ("gpt3", "nemotron4", "grok1", "llama4", "tiny-moe", "nemotron3")
+    families = ("gpt3", "nemotron4", "grok1", "llama4", "tiny-moe")
     assert {name for name in out if not name.startswith(families)} == set()
     assert "normalize_top_k would differ" in out["grok1-314b"]
 
