@@ -20,7 +20,7 @@ class HfWeights:
 
     def __init__(self, folder: HfFolder) -> None:
         self._folder = folder
-        self._places = checkpoint_places(folder.model, folder.family)
+        self._places = checkpoint_places(folder.model, folder.family, folder.tensors)
         self._files: dict[Path, Any] = {}
 
     def __call__(self, piece: Piece) -> Tensor:

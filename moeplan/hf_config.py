@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import PurePath
 from typing import Any
 
-from moeplan import hf_families, hf_nemotron
+from moeplan import hf_families, hf_nemotron, hf_qwen3_next
 from moeplan.errors import InvalidInputError
 from moeplan.files import validate
 from moeplan.hf_rope import rope_fields, rotary_factor
@@ -33,16 +33,20 @@ def model_from_hf_config(config: Any, where: str) -> ModelSpec:
         raise InvalidInputError(
             f"{where}: model_type {family!r} cannot be imported", f"families: {', '.join(sorted(FAMILIES))}"
         )
-    named = {"name": _name(values, family), "source": f"Hugging Face config.json, model_type {family}"}
+    named: dict[str, Any] = {"name": _name(values, family)}
+    if family == "qwen3_5_moe":  # a model of images and text, of which the latter's is one of ours
+        named["tied_embeddings"] = values.flag("tie_word_embeddings", default=False)
+        values, family = values.inner("text_config"), "qwen3_5_moe_text"
+    named["source"] = f"Hugging Face config.json, model_type {family}"
     trunk = {} if family == hf_nemotron.FAMILY else _trunk(values, family)
-    data = named | trunk | FAMILIES[family](values)
+    data = trunk | FAMILIES[family](values) | named
     return validate(ModelSpec, data, where)
 
 
 def _trunk(values: HfValues, family: str) -> dict[str, Any]:
     """What every family but Nemotron has; families overwrite parts of it."""
     activation = values.text("hidden_act", "silu", allowed=tuple(ACTIVATIONS))
-    if family not in ("glm4_moe", "qwen3_next") and rotary_factor(values, 1.0) != 1:
+    if family not in ("glm4_moe", *hf_qwen3_next.FAMILIES) and rotary_factor(values, 1.0) != 1:
         values.refuse("partial_rotary_factor", "is not 1; of this family only whole heads can be imported")
     return {
         "num_layers": values.integer("num_hidden_layers"),
@@ -74,6 +78,8 @@ FAMILIES: dict[str, Callable[[HfValues], dict[str, Any]]] = {
     "qwen2": hf_families.qwen2,
     "qwen2_moe": hf_families.qwen2_moe,
     "qwen3": hf_families.qwen3,
+    "qwen3_5_moe": hf_families.qwen3_5_moe,
+    "qwen3_5_moe_text": hf_families.qwen3_5_moe,
     "qwen3_moe": hf_families.qwen3_moe,
     "qwen3_next": hf_families.qwen3_next,
 }

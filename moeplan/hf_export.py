@@ -21,6 +21,7 @@ ARCHITECTURES = {
     "mixtral": "MixtralForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "qwen3_next": "Qwen3NextForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
     "qwen2_moe": "Qwen2MoeForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "deepseek_v2": "DeepseekV2ForCausalLM",
@@ -33,12 +34,12 @@ _HF_ACTIVATIONS = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items()
 
 
 def hf_config_of(model: ModelSpec) -> dict[str, Any]:
-    """The config of the first family that holds the model.
+    """The config of the family that the model was imported from, else of the first that holds it.
 
     InvalidInputError where none does: it names the family that comes nearest and what differs there.
     """
     nearest: tuple[str, list[str]] | None = None
-    for family in ARCHITECTURES:
+    for family in sorted(ARCHITECTURES, key=lambda family: f"model_type {family}" not in model.source):
         config = _candidate(model, family)
         try:
             read_back = model_from_hf_config(config, "config.json")
@@ -115,8 +116,8 @@ def _grouped(model: ModelSpec, attention: GqaAttention, family: str) -> dict[str
     config = {"head_dim": attention.head_dim, "attention_bias": bias, **_window(model, attention, family)}
     if family == "qwen2_moe":
         config["qkv_bias"] = attention.qkv_bias
-    if family == hf_qwen3_next.FAMILY:
-        config |= hf_qwen3_next.config_keys(model)
+    if family in hf_qwen3_next.FAMILIES:
+        config |= hf_qwen3_next.config_keys(model, family)
     if family == "glm4_moe":
         rotated = (attention.rotary_dim or attention.head_dim) / attention.head_dim
         config |= {"partial_rotary_factor": rotated, "use_qk_norm": attention.qk_norm}

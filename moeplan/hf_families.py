@@ -150,15 +150,27 @@ def qwen3_moe(values: HfValues) -> dict[str, Any]:
 
 def qwen3_next(values: HfValues) -> dict[str, Any]:
     """Qwen3-Next: gated attention every fourth layer, gated delta nets between, a gated shared expert."""
-    if values.integer("num_nextn_predict_layers", 0, minimum=0) > 1:
-        values.refuse("num_nextn_predict_layers", "is above 1; depths of this family share what joins their inputs")
+    return _gated_hybrid(values, hf_qwen3_next.MTP_KEYS["qwen3_next"])
+
+
+def qwen3_5_moe(values: HfValues) -> dict[str, Any]:
+    """The text model of Qwen3.5-MoE: Qwen3-Next with experts in every layer and weights laid out otherwise."""
+    values.require("attn_output_gate", default=True)
+    values.require("norm_topk_prob", default=True)
+    values.require("mtp_use_dedicated_embeddings", default=False)
+    return _gated_hybrid(values, hf_qwen3_next.MTP_KEYS["qwen3_5_moe_text"])
+
+
+def _gated_hybrid(values: HfValues, mtp_key: str) -> dict[str, Any]:
+    if values.integer(mtp_key, 0, minimum=0) > 1:
+        values.refuse(mtp_key, "is above 1; depths of this family share what joins their inputs")
     data = _qwen_experts(values, normalize_top_k=True)
     data["moe"] |= {
         "shared_ffn_size": values.integer("shared_expert_intermediate_size", 512),
         "shared_gate": True,
     }
     attention = _gqa(values, **hf_qwen3_next.attention_features(values))
-    depths = {"num_mtp_layers": values.integer("num_nextn_predict_layers", 0, minimum=0)}
+    depths = {"num_mtp_layers": values.integer(mtp_key, 0, minimum=0)}
     return data | depths | hf_qwen3_next.mixer_fields(values) | {"attention": attention}
 
 

@@ -63,7 +63,7 @@ def open_folder(path: Path) -> HfFolder:
     for file in _files(path):
         tensors |= _header(file)
     family = str(config["model_type"])
-    if family == hf_qwen3_next.FAMILY and hf_qwen3_next.MTP_PROJECTION in tensors:
+    if family in hf_qwen3_next.FAMILIES and hf_qwen3_next.MTP_PROJECTION in tensors:
         model = model.model_copy(update={"num_mtp_layers": 1})  # of which published configs say nothing
     return HfFolder(path, model, family, tensors, fp8_block)
 
@@ -148,7 +148,7 @@ def check_same_model(folder: HfFolder, model: ModelSpec) -> None:
 
 def check_tensors(folder: HfFolder, model: ModelSpec) -> None:
     """Raise InvalidInputError unless the folder's files hold every weight of ``model``, each in its shape."""
-    for places in checkpoint_places(model, folder.family).values():
+    for places in checkpoint_places(model, folder.family, folder.tensors).values():
         name, shape = places[0].name, places[0].shape
         if folder.is_mxfp4(name):
             num_blocks = shape[1] // MXFP4_BLOCK

@@ -1,6 +1,7 @@
 """Where each weight of a model lies in a Hugging Face checkpoint of a family: under what name, and how laid out."""
 
 import re
+from collections.abc import Container
 
 from moeplan import hf_nemotron, hf_qwen3_next
 from moeplan.hf_place import PairedRows, Place
@@ -9,10 +10,13 @@ from moeplan.model_spec import ModelSpec
 from moeplan.weights import weight_shapes
 
 
-def checkpoint_places(model: ModelSpec, family: str) -> dict[str, list[Place]]:
-    """Places of every weight by our name. MTP depths have copies of embedding and head there, but in hybrids."""
-    places = {name: [_place(name, shape, model, family)] for name, shape in weight_shapes(model).items()}
-    if family in (hf_nemotron.FAMILY, hf_qwen3_next.FAMILY):
+def checkpoint_places(model: ModelSpec, family: str, stored: Container[str] = ()) -> dict[str, list[Place]]:
+    """Places of every weight by our name. MTP depths have copies of embedding and head there, but in hybrids.
+
+    ``stored``: names of tensors of a checkpoint that is there, as families are written in more than one way.
+    """
+    places = {name: [_place(name, shape, model, family, stored)] for name, shape in weight_shapes(model).items()}
+    if family in (hf_nemotron.FAMILY, *hf_qwen3_next.FAMILIES):
         return places
     head = "embedding.weight" if model.tied_embeddings else "head.weight"
     for layer in range(model.num_layers, model.num_layers + model.num_mtp_layers):
@@ -22,16 +26,16 @@ def checkpoint_places(model: ModelSpec, family: str) -> dict[str, list[Place]]:
     return places
 
 
-def _place(name: str, shape: tuple[int, ...], model: ModelSpec, family: str) -> Place:
+def _place(name: str, shape: tuple[int, ...], model: ModelSpec, family: str, stored: Container[str]) -> Place:
     if family == hf_nemotron.FAMILY:
         return hf_nemotron.place(name, shape, model)
     if ".experts." in name and family == "gpt_oss":
         return _stacked(name, shape, model)
-    if family == hf_qwen3_next.FAMILY:
-        own = hf_qwen3_next.place(name, shape, model)
+    if family in hf_qwen3_next.FAMILIES:
+        own = hf_qwen3_next.place(name, shape, model, family, stored)
         if own is not None:
             return own
-    theirs = hf_weight_name(name, model, family)
+    theirs = hf_weight_name(name, model, family, stored)
     if ".experts." in name:
         return Place(theirs, shape[::-1], transposed=True)
     attention, rows = model.attention, None
@@ -95,7 +99,7 @@ _LAYER = {
 }
 
 
-def hf_weight_name(name: str, model: ModelSpec, family: str) -> str:
+def hf_weight_name(name: str, model: ModelSpec, family: str, stored: Container[str] = ()) -> str:
     """Hugging Face's name of the weight that moeplan calls ``name``. KeyError for one that the family has not."""
     if name in _TOP:
         return _TOP[name]
@@ -105,8 +109,8 @@ def hf_weight_name(name: str, model: ModelSpec, family: str) -> str:
     layer, part, kind = found.groups()
     ending = {"expert_bias": "e_score_correction_bias"}.get(kind, kind)
     prefix = f"model.layers.{layer}"
-    if family == hf_qwen3_next.FAMILY:
-        prefix = hf_qwen3_next.layer_prefix(int(layer), model)
+    if family in hf_qwen3_next.FAMILIES:
+        prefix = hf_qwen3_next.layer_prefix(int(layer), model, family, stored)
     return f"{prefix}.{_layer_part(part, model, family)}.{ending}"
 
 

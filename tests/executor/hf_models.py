@@ -33,6 +33,15 @@ def grouped(router: Router, **changes: Any) -> Moe:
     )
 
 
+GATED_HYBRID: dict[str, Any] = {
+    "num_layers": 3,
+    "attention": GQA.model_copy(update={"qk_norm": True, "rotary_dim": 4, "output_gate": True}),
+    "linear_mixer": GatedDeltaNet(num_k_heads=2, num_v_heads=4, k_head_dim=8, v_head_dim=16, conv_kernel=3),
+    "attention_period": 3,
+    # At 1e-6 the norm of heads whose query meets no key blows roundings of fp32 up, here as there.
+    "norm_eps": 1e-2,
+    "moe": SOFTMAX.model_copy(update={"shared_ffn_size": 24, "shared_gate": True}),
+}
 DEEP = {"attention": MLA, "dense_ffn_size": 48, "num_dense_layers": 1}
 MODELS = [
     model("llama", dense_ffn_size=48, rope_scaling=Llama3Scaling(factor=4, original_max_positions=16)),
@@ -59,15 +68,8 @@ MODELS = [
         ),
         attention=GQA.model_copy(update={"qkv_bias": True}),
     ),
-    model(
-        "qwen3_next",
-        num_layers=3,
-        attention=GQA.model_copy(update={"qk_norm": True, "rotary_dim": 4, "output_gate": True}),
-        linear_mixer=GatedDeltaNet(num_k_heads=2, num_v_heads=4, k_head_dim=8, v_head_dim=16, conv_kernel=3),
-        attention_period=3,
-        norm_eps=1e-2,  # at 1e-6 the norm of heads whose query meets no key blows roundings of fp32 up, here as there
-        moe=SOFTMAX.model_copy(update={"shared_ffn_size": 24, "shared_gate": True}),
-    ),
+    model("qwen3_next", **GATED_HYBRID),
+    model("qwen3_5_moe_text", **GATED_HYBRID, source="model_type qwen3_5_moe_text"),
     model(
         "deepseek_v2",
         **DEEP,

@@ -187,6 +187,33 @@ def test_published_folders_of_qwen3_next_have_a_depth_that_their_config_does_not
         check_init_from(tiny_plan(spec, 1, precision="fp32"), RunConfig(init_from=str(tmp_path)))
 
 
+def test_experts_in_one_tensor_inside_a_model_of_images_are_read(tmp_path: Path) -> None:
+    """As Qwen3.5 is published: stacked experts in decoder layers, single ones in the depth of MTP."""
+    from safetensors.torch import load_file, save_file
+
+    spec = of_family("qwen3_5_moe_text").model_copy(update={"num_mtp_layers": 1})
+    whole = {name: values for name, _, values in parts_of(save(spec, tmp_path / "ours"))}
+    tensors = {
+        name: tensor for file in (tmp_path / "ours").glob("*.safetensors") for name, tensor in load_file(file).items()
+    }
+    for layer in range(spec.num_layers):
+        prefix = f"model.language_model.layers.{layer}.mlp.experts"
+        single = [
+            [tensors.pop(f"{prefix}.{expert}.{part}_proj.weight") for part in ("gate", "up", "down")]
+            for expert in range(8)
+        ]
+        tensors[f"{prefix}.gate_up_proj"] = torch.stack([torch.cat([gate, up]) for gate, up, _ in single])
+        tensors[f"{prefix}.down_proj"] = torch.stack([down for _, _, down in single])
+    (tmp_path / "theirs").mkdir()
+    save_file(tensors | {"model.visual.patch_embed.weight": torch.ones(2)}, tmp_path / "theirs" / "model.safetensors")
+    config = {"model_type": "qwen3_5_moe", "text_config": hf_config_of(spec)}
+    (tmp_path / "theirs" / "config.json").write_text(json.dumps(config))
+    run, plan = RunConfig(init_from=str(tmp_path / "theirs")), tiny_plan(spec, 1, precision="fp32")
+    check_init_from(plan, run)
+    for name, source, values in import_parts(0, plan, run):
+        torch.testing.assert_close(values, whole[name][source], rtol=0, atol=0, msg=name)
+
+
 def _edit(path: Path, change: Callable[[Any], Any]) -> None:
     path.write_text(json.dumps(change(json.loads(path.read_text()))))
 

@@ -258,8 +258,26 @@ def test_a_published_config_gives_its_preset(name: str) -> None:
 
 
 def test_every_family_has_a_published_config() -> None:
-    without_preset = {"glm4_moe"}
+    without_preset = {"glm4_moe", "qwen3_5_moe", "qwen3_5_moe_text"}
     assert {config["model_type"] for config in PUBLISHED.values()} == set(FAMILIES) - without_preset
+
+
+def test_the_text_model_inside_one_of_images_is_read() -> None:
+    dropped = ("model_type", "mlp_only_layers", "decoder_sparse_step", "rope_theta", "partial_rotary_factor")
+    text = {key: value for key, value in QWEN3_NEXT.items() if key not in dropped}
+    rope = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25, "mrope_section": [11, 11, 10]}
+    text |= {"model_type": "qwen3_5_moe_text", "rope_parameters": rope, "mtp_num_hidden_layers": 1}
+    alone = model_from_hf_config(text, "x/config.json")
+    whole = {"model_type": "qwen3_5_moe", "text_config": text, "vision_config": {}, "tie_word_embeddings": True}
+    inside = model_from_hf_config(whole, "x/config.json")
+    assert inside == alone.model_copy(update={"tied_embeddings": True})
+    assert (inside.name, inside.num_mtp_layers, inside.attention_period) == ("x", 1, 4)
+    next_one = load_model("qwen3-next-80b-a3b")
+    assert (inside.attention, inside.linear_mixer, inside.moe) == (
+        next_one.attention,
+        next_one.linear_mixer,
+        next_one.moe,
+    )
 
 
 def test_scaling_added_by_hand_counts_before_rope_parameters() -> None:
@@ -423,6 +441,11 @@ def test_a_missing_size_is_one_error_naming_key_and_file(name: str) -> None:
         (QWEN3_NEXT, {"layer_types": ["full_attention"] * 47}, "layer_types has 47 entries for 48 layers"),
         (QWEN3_NEXT, {"layer_types": ["mamba"] * 48}, "layer_types holds 'mamba'; linear_attention and"),
         (QWEN3_NEXT, {"num_nextn_predict_layers": 2}, "num_nextn_predict_layers is above 1"),
+        (
+            {"model_type": "qwen3_5_moe", "text_config": QWEN3_NEXT | {"attn_output_gate": False}},
+            {},
+            "text_config: attn_output_gate is False; only True can be imported",
+        ),
         (QWEN3_NEXT, {"linear_num_value_heads": 24}, "num_v_heads 24 is not a multiple of num_k_heads 16"),
         (MIXTRAL, {"hidden_act": "gelu_pytorch_tanh"}, "hidden_act must be one of silu, swish, gelu"),
         (DEEPSEEK_V3, {"hidden_act": 7}, "hidden_act must be a string, got 7"),
