@@ -106,6 +106,14 @@ def check_places(plan: Plan, run: RunConfig) -> None:
             "data_order: got shuffled with dynamic_cp, whose documents differ in length; allowed: random",
             "leave data_order out",
         )
+    for key, allowed in (("cp", 1), ("dynamic_cp", False), ("packed_lengths", ()), ("cuda_graph", ())):
+        got = getattr(plan, key)
+        if run.separate_documents and got != allowed:
+            raise InvalidInputError(
+                f"separate_documents: got true with {key} {got}, allowed: {allowed}, as documents of any length are "
+                "known only when they are read, and not cut into equal chunks",
+                f"leave {key} out of the plan, or train on sequences as they are",
+            )
     for key in ("record_routing", "replay_routing"):
         if plan.dynamic_cp and getattr(run, key):
             raise InvalidInputError(

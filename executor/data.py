@@ -8,8 +8,9 @@ import hashlib
 import random
 import sysconfig
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol, cast
 
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from moeplan.errors import InvalidInputError
-from moeplan.executor.token_file import ID_BYTES, TokenFile, check_length, num_held_out, run_files
+from moeplan.executor.token_file import ID_BYTES, TokenFile, check_length, document_ends, num_held_out, run_files
 from moeplan.plan import Plan
 from moeplan.run_config import RunConfig
 
@@ -100,6 +101,14 @@ class TokenSource(ABC):
         """``length`` + 1 held-out ids of document ``index`` of ``total``; the same at every step."""
 
     @abstractmethod
+    def ends(self, step: int, index: int) -> tuple[int, ...]:
+        """After how many of its ``seq_len`` + 1 ids documents end inside :meth:`sequence`; none where nobody knows."""
+
+    @abstractmethod
+    def validation_ends(self, index: int, total: int) -> tuple[int, ...]:
+        """As :meth:`ends`, of held-out sequence ``index`` of ``total``."""
+
+    @abstractmethod
     def resumed(self, step: int, num_tokens: int) -> "TokenSource":
         """The source of a run that goes on after ``step`` steps of ``num_tokens``, whatever batches they had."""
 
@@ -122,6 +131,7 @@ class StreamSource(TokenSource):
 
     ``batch_size``: sequences of a step where each place is taken once before any comes again; 0 where a sequence may
     begin anywhere at any time. ``num_before``: sequences by which those before a checkpoint were more.
+    ``document_ends``: where documents end, for runs that keep them apart.
     """
 
     name: str
@@ -130,23 +140,39 @@ class StreamSource(TokenSource):
     num_held_out: int = 0
     batch_size: int = 0
     num_before: int = 0
+    document_ends: Sequence[int] = field(default=(), repr=False, compare=False)
 
     def document(self, step: int, index: int, length: int) -> Tensor:
+        return self._ids_at(self._start(step, index, length), length)
+
+    def _start(self, step: int, index: int, length: int) -> int:
         room = len(self.tokens) - self.num_held_out - length
         if not self.batch_size:
-            return self._ids_at(random.Random(f"{self.seed}/{step}/{index}").randrange(room), length)
+            return random.Random(f"{self.seed}/{step}/{index}").randrange(room)
         places = (room - 1) // length + 1
         turn, place = divmod(self.num_before + step * self.batch_size + index, places)
-        return self._ids_at(permuted(place, places, f"{self.seed}/{turn}") * length, length)
+        return permuted(place, places, f"{self.seed}/{turn}") * length
+
+    def ends(self, step: int, index: int) -> tuple[int, ...]:
+        return self._ends_from(self._start(step, index, self.seq_len))
 
     def resumed(self, step: int, num_tokens: int) -> TokenSource:
         return replace(self, num_before=num_tokens // self.seq_len - step * self.batch_size)
 
     def validation_document(self, index: int, length: int, total: int) -> Tensor:
         """Spread evenly over what is held out."""
+        return self._ids_at(self._validation_start(index, length, total), length)
+
+    def _validation_start(self, index: int, length: int, total: int) -> int:
         room = self.num_held_out - length - 1
-        start = len(self.tokens) - self.num_held_out + room * index // max(1, total - 1)
-        return self._ids_at(start, length)
+        return len(self.tokens) - self.num_held_out + room * index // max(1, total - 1)
+
+    def validation_ends(self, index: int, total: int) -> tuple[int, ...]:
+        return self._ends_from(self._validation_start(index, self.seq_len, total))
+
+    def _ends_from(self, start: int) -> tuple[int, ...]:
+        first, end = (bisect_right(self.document_ends, place) for place in (start, start + self.seq_len))
+        return tuple(sorted({end - start for end in self.document_ends[first:end]}))  # some documents are empty
 
     def _ids_at(self, start: int, length: int) -> Tensor:
         ids = self.tokens.read(start, length + 1)
@@ -173,8 +199,16 @@ class MixedSource(TokenSource):
         return self._drawn(f"{self.seed}/{step}/{index}/mix").document(step, index, length)
 
     def validation_document(self, index: int, length: int, total: int) -> Tensor:
-        source = self.validation or self._drawn(f"{self.seed}/{index}/validation")
-        return source.validation_document(index, length, total)
+        return self._validation_source(index).validation_document(index, length, total)
+
+    def ends(self, step: int, index: int) -> tuple[int, ...]:
+        return self._drawn(f"{self.seed}/{step}/{index}/mix").ends(step, index)
+
+    def validation_ends(self, index: int, total: int) -> tuple[int, ...]:
+        return self._validation_source(index).validation_ends(index, total)
+
+    def _validation_source(self, index: int) -> TokenSource:
+        return self.validation or self._drawn(f"{self.seed}/{index}/validation")
 
     def resumed(self, step: int, num_tokens: int) -> TokenSource:
         return replace(self, parts=tuple(part.resumed(step, num_tokens) for part in self.parts))
@@ -211,7 +245,9 @@ def open_tokens(plan: Plan, run: RunConfig) -> TokenSource:
         else:
             check_length(name, len(tokens), run, plan.seq_len)
         held_out = len(tokens) if is_held_out else num_held_out(len(tokens), run, plan.seq_len)
-        return StreamSource(plan.seq_len, run.seed, name, tokens, plan.model.vocab_size, held_out, batch_size)
+        ends = document_ends(found) if found is not None and run.separate_documents else ()
+        source = StreamSource(plan.seq_len, run.seed, name, tokens, plan.model.vocab_size, held_out, batch_size)
+        return replace(source, document_ends=ends)
 
     parts = [opened(found) for found, _ in files] or [opened(None)]
     validation = opened(validation_file, is_held_out=True) if validation_file is not None else None

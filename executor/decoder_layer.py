@@ -72,7 +72,8 @@ class DecoderLayer(nn.Module):
             x_LH = self._add(x_LH, mixed_LH)
         if self.mlp is None:
             return x_LH
-        update = partial(self.mlp, layout=layout) if isinstance(self.mlp, MoeBlock) else self.mlp
+        pack = layout if layout is not None and layout.is_pack else None
+        update = partial(self.mlp, layout=pack) if isinstance(self.mlp, MoeBlock) else self.mlp
         with offloading("mlp_norm", x_LH):
             update_LH = self._normed(x_LH, self.mlp_norm, update, recompute=self.recompute_mlp)
         return self._add(x_LH, update_LH)

@@ -56,9 +56,11 @@ def memory_by_category(trainer: Trainer, peak: PeakBytes, resident_before_bytes:
     return {**state, "framework": framework_bytes, "activations": activations_bytes}
 
 
-def _notes(plan: Plan) -> tuple[str, ...]:
+def _notes(plan: Plan, run: RunConfig) -> tuple[str, ...]:
     """What a reader must know of these figures. Sharding over one rank sends nothing."""
     notes = [_MEMORY_NOTE]
+    if run.separate_documents:
+        notes.append("model FLOPs count sequences as whole, not their documents (separate_documents)")
     if plan.num_gpus > plan.tp * plan.pp:
         if not plan.overlap_grad_reduce:
             notes.append("gradients are reduced without overlap (overlap_grad_reduce)")
@@ -101,7 +103,7 @@ def make_figures(
         time_s=_mean_times([rank.family_times for rank in ranks]),
         error_bar_frac=spread_frac(timed_s),
         provenance=_provenance(plan, run, device) | _device_provenance(record, device),
-        notes=_notes(plan),
+        notes=_notes(plan, run),
         step_times_s=tuple(timed_s),
         losses=tuple(record.losses),
         validation_losses=tuple(record.validation_losses),

@@ -27,7 +27,8 @@ class PackLayout:
     """``lengths`` of documents without padding, shared by ``group``; ``tp_group`` are this rank and its tp neighbours.
 
     ``tp_cp_group``: all ranks that share the pack. ``num_step_tokens``: of all packs of the step. ``num_missing``:
-    tokens that this rank has fewer than the fullest one in the micro-batch.
+    tokens that this rank has fewer than the fullest one in the micro-batch. ``is_pack``: otherwise these are documents
+    of whole sequences, without padding, on a ``group`` of one; experts are routed and balanced as without them.
     """
 
     lengths: tuple[int, ...]
@@ -37,11 +38,14 @@ class PackLayout:
     num_step_tokens: int
     device: torch.device
     num_missing: int = 0
+    is_pack: bool = True
     _kept: dict[Hashable, Any] = field(default_factory=dict)
 
     @cached_property
     def documents(self) -> tuple[int, ...]:
         """Lengths with padding; an idle rank's document, of no tokens, is padding alone."""
+        if not self.is_pack:
+            return self.lengths
         return tuple(padded_length(max(length, 1), self.group.size, self.tp_group.size) for length in self.lengths)
 
     @property

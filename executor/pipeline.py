@@ -3,7 +3,7 @@
 Under expert-parallel overlap each backward runs beside the forward that follows it in that order.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, cast
@@ -62,6 +62,10 @@ class Pipeline:
         self._running: dict[tuple[int, int], _Running] = {}
         self._batches: dict[int, MicroBatch] = {}
         self._loss_P = torch.zeros_like(self.weights_P)
+
+    def weigh(self, loss_weights: Sequence[float]) -> None:
+        """Let the steps that follow have other ``loss_weights`` than the shape's."""
+        self.weights_P = self.weights_P.new_tensor(loss_weights)
 
     def run(self, micro_batch: Callable[[int], MicroBatch]) -> Tensor:
         """Forward and backward of every micro-batch; the summed loss [depths] of this rank, zero without the loss.

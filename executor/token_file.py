@@ -1,12 +1,14 @@
 """Where a run's token ids lie: a flat file, or the pair .bin and .idx that Megatron's preprocessing writes.
 
 Imports no torch, so that a run can be refused before anything starts. Both kinds are one stream of ids; documents of a
-pair follow each other, as they do in Megatron's samples.
+pair follow each other, as they do in Megatron's samples; where they end is read for runs that keep them apart.
 """
 
+import os
 import struct
 from array import array
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import BinaryIO, Literal
 
@@ -21,6 +23,7 @@ _CODES: dict[int, IdType] = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "
 HEADER = struct.Struct("<QBQQ")  # version, code of the ids' type, number of sequences, length of the document index
 TYPE_CODES = {id_type: code for code, id_type in _CODES.items()}
 _HELD_OUT_FRAC = 0.05
+_SEPARATE_HINT = "give a pair .bin and .idx, which says where documents end (moeplan tokenize)"
 
 
 @dataclass(frozen=True)
@@ -64,13 +67,42 @@ def run_files(run: RunConfig, seq_len: int) -> tuple[list[tuple[TokenFile, float
         raise InvalidInputError("data_mix: got several files beside data", "put that of data into data_mix as well")
     shares = run.data_mix or ({run.data: 1.0} if run.data else {})
     files = [(token_file(name, run.data_dtype), share) for name, share in shares.items()]
+    if run.separate_documents and not files:
+        raise InvalidInputError("separate_documents: got true without data", _SEPARATE_HINT)
     for found, _ in files:
         check_length(str(found.path), found.num_tokens, run, seq_len)
+        if run.separate_documents:
+            _check_pair(found)
     if not run.eval_data:
         return files, None
     validation = token_file(run.eval_data, run.data_dtype)
     check_length(str(validation.path), validation.num_tokens, run.model_copy(update={"eval_every": 0}), seq_len)
+    if run.separate_documents:
+        _check_pair(validation)
     return files, validation
+
+
+def document_ends(found: TokenFile) -> "array[int]":
+    """Where the documents of a pair end, in ids from the start of the file. InvalidInputError for a flat file."""
+    index = found.path.with_suffix(".idx")
+    _check_pair(found)
+    with index.open("rb") as file:
+        file.seek(len(MAGIC))
+        num_sequences, num_documents = HEADER.unpack(file.read(HEADER.size))[2:]
+        lengths = _read(file, "i", num_sequences)
+        file.seek(8 * num_sequences, os.SEEK_CUR)
+        documents = _read(file, "q", num_documents)
+    ends = array("q", accumulate(lengths, initial=0))
+    if any(not 0 <= first <= num_sequences for first in documents):
+        raise InvalidInputError(
+            f"data {index}: a document begins beyond its {num_sequences} sequences", "the index is damaged"
+        )
+    return array("q", (ends[first] for first in documents))
+
+
+def _check_pair(found: TokenFile) -> None:
+    if found.path.suffix != ".bin" or not found.path.with_suffix(".idx").is_file():
+        raise InvalidInputError(f"separate_documents: got true with data {found.path}, a flat file", _SEPARATE_HINT)
 
 
 def num_held_out(num_tokens: int, run: RunConfig, seq_len: int) -> int:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -11,6 +12,7 @@ from moeplan.errors import RunFailedError
 from moeplan.executor.checkpoint import Checkpointer
 from moeplan.executor.collectives import all_gather_raw
 from moeplan.executor.data import TokenSource
+from moeplan.executor.document_batches import DocumentBatches, Ends
 from moeplan.executor.failure import STOPPED
 from moeplan.executor.first_weights import first_weights
 from moeplan.executor.guard import SpikeGuard, check_finite, largest_tensor
@@ -78,6 +80,7 @@ class Trainer:
         self.plan, self.run, self.mesh, self.tokens, self.device = plan, run, mesh, tokens, device
         self.model = Transformer(plan, mesh, run.seed, device, first_weights(plan, run))
         self.packs = PackBatches(plan, mesh, device) if plan.dynamic_cp else None
+        self.documents = DocumentBatches(plan, mesh, device) if run.separate_documents else None
         self.pipeline = Pipeline(plan, mesh, self.model, self.packs.shape() if self.packs else plan_shape(plan))
         self.routing = RoutingControl(plan, run, mesh)
         for router in self.model.routers():
@@ -104,7 +107,8 @@ class Trainer:
     def step(self, number: int) -> StepResult:
         """One step over the global batch. RunFailedError names step and rank where loss or gradient is not finite."""
         self.routing.begin(number + 1)
-        loss_sum = self.pipeline.run(lambda index: self._micro_batch(number, index))[0] / self.plan.tokens_per_step
+        num_targets = self._begin_batch(partial(self.tokens.ends, number))
+        loss_sum = self.pipeline.run(lambda index: self._micro_batch(number, index))[0] / num_targets
         # Ranks without the loss bring zero; those of a tp group all have the same one.
         losses, stops = self._gathered(loss_sum * (self.mesh.tp.index == 0), float(self.stop_requested))
         check_finite("loss", losses, number + 1, self.optimizer.named_weights(), self.mesh.world)
@@ -147,16 +151,20 @@ class Trainer:
         plan, num_batches = self.plan, self.run.eval_batches
         total = plan.global_batch_size * num_batches
 
+        def ends_of(index: int) -> Ends:
+            return self.tokens.validation_ends(index, total)
+
         def loss_of(batch: int) -> float:
+            start = batch * plan.global_batch_size
+
             def micro_batch(index: int) -> MicroBatch:
                 if self.packs is not None:
                     return self.packs.validation_micro_batch(self.tokens, index, batch, num_batches)
                 first = (self.mesh.dp.index * plan.num_micro_batches + index) * plan.mbs
-                first += batch * plan.global_batch_size
-                tokens, targets = self.tokens.validation_batch(first, plan.mbs, total)
-                return self._cut(tokens, targets)
+                return self._cut(*self.tokens.validation_batch(start + first, plan.mbs, total), start + first, ends_of)
 
-            loss_sum = self.pipeline.evaluate(micro_batch)[0] / plan.tokens_per_step
+            num_targets = self._begin_batch(lambda index: ends_of(start + index))
+            loss_sum = self.pipeline.evaluate(micro_batch)[0] / num_targets
             return sum(self._gathered(loss_sum * (self.mesh.tp.index == 0), 0.0)[0])
 
         return sum(map(loss_of, range(num_batches))) / num_batches
@@ -173,10 +181,24 @@ class Trainer:
         if self.packs is not None:
             return self.packs.micro_batch(self.tokens, number, index)
         first = (self.mesh.dp.index * plan.num_micro_batches + index) * plan.mbs
-        return self._cut(*self.tokens.batch(number, first, plan.mbs))
+        return self._cut(*self.tokens.batch(number, first, plan.mbs), first, partial(self.tokens.ends, number))
 
-    def _cut(self, tokens: torch.Tensor, targets: torch.Tensor) -> MicroBatch:
-        return cut_micro_batch(moved(tokens, self.device), moved(targets, self.device), self.plan, self.mesh.cp)
+    def _cut(
+        self, tokens: torch.Tensor, targets: torch.Tensor, first: int, ends_of: Callable[[int], Ends]
+    ) -> MicroBatch:
+        """Of sequences from ``first`` on, whose documents end at ``ends_of`` each."""
+        tokens, targets = moved(tokens, self.device), moved(targets, self.device)
+        if self.documents is not None:
+            return self.documents.cut(tokens, targets, [ends_of(first + index) for index in range(self.plan.mbs)])
+        return cut_micro_batch(tokens, targets, self.plan, self.mesh.cp)
+
+    def _begin_batch(self, ends_of: Callable[[int], Ends]) -> int:
+        """Over how many targets losses of the global batch are means; ``ends_of`` each of its sequences."""
+        if self.documents is None:
+            return self.plan.tokens_per_step
+        num_targets, weights = self.documents.loss_weights(map(ends_of, range(self.plan.global_batch_size)))
+        self.pipeline.weigh(weights)
+        return num_targets
 
 
 def train(trainer: Trainer, report: Progress, log: StepLog | None = None) -> TrainingRecord:

@@ -25,6 +25,10 @@ class RunConfig(Record):
     data_order: Literal["random", "shuffled"] = Field(
         default="random", description="where a sequence begins: anywhere, or each place once before any comes again"
     )
+    separate_documents: bool = Field(
+        default=False,
+        description="attention and positions begin anew at each document of a pair, and none predicts the next",
+    )
     lr: PositiveFloat = 1e-3
     lr_schedule: Literal["cosine", "linear", "wsd", "constant"] = Field(
         default="cosine", description="after the warm-up; wsd: at the peak, then down over lr_cooldown_steps"

@@ -247,6 +247,8 @@ def _run_flags(run: RunConfig, plan: Plan) -> Iterator[Flag]:
     yield "seed", str(run.seed)
     if run.force_balance and plan.model.moe is not None:
         yield ("moe-router-force-load-balancing",)
+    if run.separate_documents:
+        yield from (("reset-position-ids",), ("reset-attention-mask",), ("eod-mask-loss",))
     yield ("mock-data",)
     yield "eval-iters", str(run.eval_batches if run.eval_every else 0)
     if run.eval_every:

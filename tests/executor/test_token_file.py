@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from moeplan.errors import InvalidInputError
 from moeplan.executor.data import open_tokens
-from moeplan.executor.token_file import MAGIC, TokenFile, token_file
+from moeplan.executor.token_file import HEADER, MAGIC, TokenFile, document_ends, run_files, token_file
 from moeplan.run_config import RunConfig
 from tests.executor.cases import GQA_MODEL, tiny_plan
 
@@ -86,3 +86,42 @@ def test_negative_ids_are_foreign(tmp_path: Path) -> None:
     prefix.with_suffix(".bin").write_bytes(ids.tobytes())
     with pytest.raises(InvalidInputError, match="token id -5 at position 10"):
         open_tokens(tiny_plan(GQA_MODEL, 1), RunConfig(data=str(prefix))).sequence(0, 0)
+
+
+def test_documents_of_several_sequences_end_where_the_index_says(tmp_path: Path) -> None:
+    index = write_pair(tmp_path, [30, 20, 40, 10]).with_suffix(".idx")
+    found = token_file(str(index), "uint16")
+    assert list(document_ends(found)) == [0, 30, 50, 90, 100]
+    content = index.read_bytes()
+    tables = len(MAGIC) + HEADER.size
+    body, documents = content[tables : tables + 12 * 4], array("q", [0, 2, 4]).tobytes()
+    index.write_bytes(MAGIC + struct.pack("<QBQQ", 1, 8, 4, 3) + body + documents)
+    assert list(document_ends(found)) == [0, 50, 100]
+    index.write_bytes(MAGIC + struct.pack("<QBQQ", 1, 8, 4, 3) + body + array("q", [0, 2, 5]).tobytes())
+    with pytest.raises(InvalidInputError, match="a document begins beyond its 4 sequences"):
+        document_ends(found)
+
+
+def test_ends_of_documents_are_counted_from_the_sequence(tmp_path: Path) -> None:
+    run = RunConfig(data=str(write_pair(tmp_path, [7, 0, 13, 60, 3, 3, 14])), separate_documents=True, eval_every=1)
+    source = open_tokens(tiny_plan(GQA_MODEL, 1), run)
+    all_ends = {7, 20, 80, 83, 86, 100}
+    for index in range(20):
+        start = source.sequence(0, index)[0].item()  # ids count up
+        assert source.ends(0, index) == tuple(sorted(end - start for end in all_ends if 0 < end - start <= 16))
+        start = source.validation_document(index, 16, 20)[0].item()
+        assert source.validation_ends(index, 20) == tuple(
+            sorted(end - start for end in all_ends if 0 < end - start <= 16)
+        )
+    assert not open_tokens(tiny_plan(GQA_MODEL, 1), run.model_copy(update={"separate_documents": False})).ends(0, 0)
+
+
+def test_documents_of_a_flat_file_are_not_known(tmp_path: Path) -> None:
+    (tmp_path / "flat.bin").write_bytes(bytes(400))
+    for run in (
+        RunConfig(separate_documents=True),
+        RunConfig(separate_documents=True, data=str(tmp_path / "flat.bin")),
+    ):
+        with pytest.raises(InvalidInputError, match="separate_documents: got true") as caught:
+            run_files(run, 16)
+        assert "tokenize" in caught.value.hint

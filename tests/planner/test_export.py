@@ -63,6 +63,7 @@ def test_each_choice_of_a_plan_has_its_flag(change: dict[str, object], flag: str
     [
         ({}, ["--lr-decay-style cosine", "--lr-decay-iters 50", "--eval-iters 0"]),
         ({"lr_schedule": "wsd", "lr_cooldown_steps": 9}, ["--lr-decay-style WSD", "--lr-wsd-decay-iters 9"]),
+        ({"separate_documents": True}, ["--reset-position-ids", "--reset-attention-mask", "--eod-mask-loss"]),
         ({"lr_decay_steps": 70, "eval_every": 5}, ["--lr-decay-iters 70", "--eval-interval 5", "--eval-iters 1"]),
     ],
 )
