@@ -5,7 +5,8 @@ Rules, within 2 % of the peaks allocated that SimuMax published for B200 (tests/
   shape allocated (``expert_weight_gradients = "one"``); plain autograd makes one matrix's at a time (``"local"``: the
   experts of a rank are one matrix); GEMMs that add to the main gradients leave none (``"none"``);
 - dispatcher: rows to send and rows received of one layer, top_k a token each (allgather: every rank's tokens);
-- working set: input and output gradients of the operation with the largest ones;
+- working set: input and output gradients of the operation with the largest ones, or what the backward of a recurrence
+  holds in an engine that has no kernel of its own for it;
 - recompute: what one layer makes again before its backward;
 - gathered weights, under full sharding: the layer that runs and the next one, with their gradients.
 
@@ -54,6 +55,9 @@ def buffer_bytes(
     # Gathered keys and values of all ranks, and their gradients before they are summed.
     num_keys = 2 * point.cp if point.cp_comm == "all_gather" and point.cp > 1 else 1
     working = max((_gradient_elements(sizes, kind, num_keys) for kind in kinds), default=0) * token_bytes
+    if stack.recurrence_bytes is not None and any(kind.mixer == "linear" for kind in kinds):
+        wide = max(1.0, element_bytes / 4)  # fp64 has its states in fp64
+        working = max(working, stack.recurrence_bytes.value * wide * sizes.linear_inner * point.tokens_per_rank)
     remade = max((kept_bytes(model, kind, point, stack).remade_bytes for kind in kinds), default=0.0)
     gathered = _gathered_bytes(model, point, stack, kinds)
     at_loss = loss_bytes

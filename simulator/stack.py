@@ -108,6 +108,11 @@ class SoftwareStack(Record):
         default=False,
         description="rows of an exchange beside compute stay allocated until both streams have passed them",
     )
+    recurrence_bytes: Sourced | None = Field(
+        default=None,
+        description="held at once by the backward of a linear mixer's recurrence, a token and channel of its output, "
+        "in fp32; none: its kernels hold gradients of its inputs and output alone",
+    )
     full_sharding: Literal["megatron-fsdp", "fsdp2", "fsdp2-bf16"] = Field(
         default="megatron-fsdp",
         description="fsdp2: fp32 weights are the only ones kept, with fp32 gradients; fsdp2-bf16: all state in BF16",
