@@ -52,6 +52,7 @@ REST: dict[str, tuple[str, Side, Side]] = {
         (4, {"sharding": "full", "dp_replicate": 2, "optimizer_cpu_frac": 0.3}),
         (4, {"sharding": "full", "pp": 2}),
     ),
+    "a hybrid, tp2 to full sharding": ("delta-net", (2, {"tp": 2}), (2, {"sharding": "full", "cp": 2})),
     "one process to tp2 ep2": ("mla", (1, {}), (4, {"tp": 2, "ep": 2})),
     "tp4 ep8 of eight to etp4 of four": ("gqa", (8, {"tp": 4, "ep": 8}), (4, {"etp": 4})),
     "replicated states of two to pp4": ("mla", (2, {"sharding": "none"}), (4, {"pp": 4})),

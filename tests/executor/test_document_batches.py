@@ -39,7 +39,7 @@ def loss_alone(model: ModelSpec, run: RunConfig, ids: torch.Tensor) -> float:
     return float(trainer.pipeline.evaluate(lambda _: cut_micro_batch(ids[:-1], ids[1:], plan, trainer.mesh.cp))[0])
 
 
-@pytest.mark.parametrize("model", ["gqa", "windowed"])
+@pytest.mark.parametrize("model", ["gqa", "windowed", "delta-net", "nemotron"])
 def test_the_loss_is_the_mean_over_documents_by_themselves(tmp_path: Path, model: str) -> None:
     run = separated(tmp_path)
     trainer = build_trainer(0, tiny_plan(MODELS[model], 1, global_batch_size=3, mbs=3), run)
@@ -81,7 +81,13 @@ def run_separated(rank: int, model: str, num_gpus: int, changes: dict[str, Any],
 
 
 @pytest.mark.parametrize(
-    "model, changes", [("gqa", {"tp": 2, "mbs": 2}), ("mla", {"pp": 2}), ("mla", {"ep": 2, "recompute": ("full",)})]
+    "model, changes",
+    [
+        ("gqa", {"tp": 2, "mbs": 2}),
+        ("delta-net", {"tp": 2}),
+        ("mla", {"pp": 2}),
+        ("mla", {"ep": 2, "recompute": ("full",)}),
+    ],
 )
 def test_folded_equals_alone(pools: Pools, tmp_path: Path, model: str, changes: dict[str, Any]) -> None:
     run = separated(tmp_path, eval_every=1)
