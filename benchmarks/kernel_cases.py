@@ -83,7 +83,7 @@ def _rows(plan: Plan, moe: Moe, device: torch.device) -> RowMap:
 
 def _expert_cases(plan: Plan, moe: Moe, device: torch.device) -> Iterator[Case]:
     """Both matrices of the experts: forward with input gradient, and weight gradients of one and two micro-batches."""
-    E, H, F = moe.num_experts, plan.model.hidden_size, moe.expert_ffn_size
+    E, H, F = moe.num_experts, plan.model.expert_hidden_size, moe.expert_ffn_size
     rows = _rows(plan, moe, device)
     R = len(rows.slot_of_row_R)
     left_out = {"reference"} | ({"by_expert"} if R < LARGE_EXPERT_ROWS * E else set())
@@ -149,7 +149,7 @@ def _adds(name: str, total: Tensor, part: Operands) -> bool:
 
 def _row_cases(plan: Plan, moe: Moe, device: torch.device) -> Iterator[Case]:
     """What experts need beside their GEMMs."""
-    T, H, F, K, E = plan.tokens_per_rank, plan.model.hidden_size, moe.expert_ffn_size, moe.top_k, moe.num_experts
+    T, H, F, K, E = plan.tokens_per_rank, plan.model.expert_hidden_size, moe.expert_ffn_size, moe.top_k, moe.num_experts
     rows, model = _rows(plan, moe, device), plan.model
     R, G = T * K, F * (model.mlp_matrices - 1)
     options = RouterOptions(K)

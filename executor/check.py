@@ -9,7 +9,6 @@ from moeplan.errors import InvalidInputError
 from moeplan.executor.routing_files import check_replay
 from moeplan.hf_export import hf_config_of
 from moeplan.hf_folder import check_model, open_folder
-from moeplan.mixers import Mamba2
 from moeplan.model_spec import ModelSpec
 from moeplan.plan import Plan
 from moeplan.run_config import RunConfig
@@ -76,11 +75,13 @@ def _dynamic_cp_limits(plan: Plan) -> Iterator[tuple[str, object, str, str]]:
     """Ranks hold different numbers of tokens; what is balanced or dropped must not depend on how they are packed."""
     moe, mixer = plan.model.moe, plan.model.linear_mixer
     if mixer is not None:
-        heads = mixer.num_heads if isinstance(mixer, Mamba2) else mixer.num_k_heads
-        ranks = plan.tp * largest_group(plan.dp * plan.cp)
-        if heads % ranks:
-            allowed = f"packs of ranks among which the {heads} heads of linear_mixer divide"
-            yield "dynamic_cp", f"tp x packs of up to {ranks} ranks", allowed, "leave dynamic_cp out, or use fewer GPUs"
+        ranks = largest_group(plan.dp * plan.cp)
+        # Packs have any power of two of ranks up to that.
+        sizes = [1 << power for power in range(ranks.bit_length())]
+        if not all(mixer.splits_over(plan.tp, size) for size in sizes):
+            allowed = "packs of ranks among which the heads of linear_mixer divide"
+            got = f"tp {plan.tp} x packs of up to {ranks} ranks"
+            yield "dynamic_cp", got, allowed, "leave dynamic_cp out, or use fewer GPUs"
     if moe is None:
         return
     if plan.dispatcher == "flex" and plan.flex_backend != "torch" and plan.ep * plan.etp > 1:

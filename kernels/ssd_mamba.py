@@ -14,9 +14,9 @@ def ssd(tokens: SsdTokens, heads: SsdHeads, documents: tuple[int, ...], chunk_si
     x_BSHP, step_BSH, k_BSGN, q_BSGN = tokens
     document_BS = None
     if len(documents) > 1:
-        lengths = torch.tensor(documents, device=x_BSHP.device)
-        numbers = torch.arange(len(documents), device=x_BSHP.device, dtype=torch.int32)
-        document_BS = numbers.repeat_interleave(lengths).expand(len(x_BSHP), -1).contiguous()
+        # Filled on the device: a CUDA graph has no place for copies of pageable memory.
+        numbers = [step_BSH.new_full((length,), number, dtype=torch.int32) for number, length in enumerate(documents)]
+        document_BS = torch.cat(numbers).expand(len(x_BSHP), -1).contiguous()
     out_BSHP: Tensor = scan(
         x_BSHP, step_BSH, heads.rate.float(), k_BSGN, q_BSGN, chunk_size, D=heads.skip.float(), seq_idx=document_BS
     )

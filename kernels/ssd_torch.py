@@ -7,7 +7,7 @@ linear in those before them, so that all are had by one product over chunks.
 Shapes: B sequences, n chunks of C tokens, G groups, H heads a group, P width of a value, N of a key.
 """
 
-from itertools import chain, repeat
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -62,8 +62,10 @@ def _passed_on(own_BnGHNP: Tensor, decay_BnGH: Tensor, counts: list[int]) -> Ten
     """The state before each chunk, of what each chunk adds and by how much it decays: zeros before a document."""
     if len(counts) == own_BnGHNP.shape[1]:
         return torch.zeros_like(own_BnGHNP)
-    number = torch.tensor(list(chain.from_iterable(repeat(i, n) for i, n in enumerate(counts))))
-    is_seen_nn = (number[:, None] == number).tril(-1).to(decay_BnGH.device)  # chunks before it in its document
+    is_seen_nn = decay_BnGH.new_zeros((sum(counts), sum(counts)), dtype=torch.bool)
+    for first, end in pairwise(accumulate(counts, initial=0)):
+        is_seen_nn[first:end, first:end] = True
+    is_seen_nn = is_seen_nn.tril(-1)  # chunks before it in its document
     so_far_BGHn = decay_BnGH.movedim(1, -1).cumsum(-1)
     until_BGHn = so_far_BGHn - decay_BnGH.movedim(1, -1)
     left_BGHnn = (until_BGHn[..., None] - so_far_BGHn[..., None, :]).masked_fill(~is_seen_nn, -torch.inf).exp()

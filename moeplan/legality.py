@@ -250,20 +250,12 @@ def _linear_violations(model: ModelSpec, point: Point) -> Iterator[tuple[str, st
             if mixer.num_k_heads % degree:
                 yield key, f"{what} does not divide the {mixer.num_k_heads} key heads of linear_mixer"
                 return
-    if not isinstance(mixer, Mamba2):
-        return
-    for what, number in (("heads", mixer.num_heads), ("groups", mixer.num_groups)):
-        if number % tp:
-            yield "tp", f"tp {tp} does not divide the {number} {what} of linear_mixer"
-            return
-    groups = mixer.num_groups // tp
-    if mixer.num_heads % (tp * cp):
-        yield "cp", f"tp {tp} x cp {cp} does not divide the {mixer.num_heads} heads of linear_mixer"
-    elif groups % cp and cp % groups:
-        yield (
-            "cp",
-            f"cp {cp} is neither a divisor nor a multiple of the {groups} groups of linear_mixer on a rank of tp",
-        )
+    if isinstance(mixer, Mamba2):
+        of_both = f"the {mixer.num_heads} heads and {mixer.num_groups} groups of linear_mixer"
+        if not mixer.splits_over(tp, 1):
+            yield "tp", f"tp {tp} does not divide {of_both}"
+        elif not mixer.splits_over(tp, cp):
+            yield "cp", f"cp {cp} beside tp {tp} cuts {of_both} unevenly"
 
 
 def _context_violations(model: ModelSpec, point: Point) -> Iterator[tuple[str, str]]:

@@ -88,6 +88,12 @@ class Mamba2(Record):
             raise ValueError(f"num_heads {self.num_heads} is not a multiple of num_groups {self.num_groups}")
         return self
 
+    def splits_over(self, tp: int, ranks: int) -> bool:
+        """Whether heads split over tp and over ``ranks`` more, each with whole groups or a part of one."""
+        groups = self.num_groups // tp
+        is_even = self.num_groups % tp == 0 and self.num_heads % (tp * ranks) == 0
+        return is_even and (groups % ranks == 0 or ranks % groups == 0)
+
     @property
     def inner_size(self) -> int:
         """Channels of the recurrence's input and output."""
@@ -115,6 +121,10 @@ class GatedDeltaNet(Record):
         if self.num_v_heads % self.num_k_heads:
             raise ValueError(f"num_v_heads {self.num_v_heads} is not a multiple of num_k_heads {self.num_k_heads}")
         return self
+
+    def splits_over(self, tp: int, ranks: int) -> bool:
+        """Whether heads split over tp and over ``ranks`` more."""
+        return self.num_k_heads % (tp * ranks) == 0
 
     @property
     def inner_size(self) -> int:

@@ -56,8 +56,8 @@ def _granularity(moe: Moe, dense_width: int) -> int:
             _refuse(key, value, f"multiples of {granularity}, the shards of width {moe.expert_ffn_size} of a dense MLP")
     if granularity > 1 and moe.router.num_groups > 1:
         _refuse("router.num_groups", moe.router.num_groups, "1 where experts are shards of a dense MLP")
-    for key, value in (("shared_ffn_size", moe.shared_ffn_size), ("mlp_bias", moe.mlp_bias)):
-        if value:
+    for key in ("shared_ffn_size", "mlp_bias", "latent_size"):
+        if value := getattr(moe, key):
             _refuse(key, value, "none: a dense checkpoint has nothing to fill it with")
     return granularity
 
@@ -84,7 +84,8 @@ def check_upcycling(folder: HfFolder, model: ModelSpec) -> None:
             "a dense checkpoint has no MTP layer",
         )
     width = {} if model.has_dense_mlp else {"dense_ffn_size": dense.dense_ffn_size}
-    as_dense = {"moe": None, "num_dense_layers": 0, "moe_layer_period": 1, **width}
+    pattern = model.layer_pattern.replace("E", "-")
+    as_dense = {"moe": None, "num_dense_layers": 0, "moe_layer_period": 1, "layer_pattern": pattern, **width}
     check_same_model(folder, model.model_copy(update=as_dense))
     check_tensors(folder, dense)
     upcycling(model, dense.dense_ffn_size)

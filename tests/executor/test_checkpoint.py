@@ -62,6 +62,7 @@ REST: dict[str, tuple[str, Side, Side]] = {
         (4, {"pp": 2, "vp": 2, "ep": 2}),
         (8, {"tp": 2, "cp": 2, "pp": 2, "ep": 4}),
     ),
+    "Mamba over tp2 to cp2": ("nemotron", (2, {"tp": 2, "ep": 2}), (2, {"cp": 2, "sharding": "full"})),
     "ep2 of two to sixteen": ("windowed", (2, {"ep": 2}), (16, {"pp": 4, "cp": 2, "ep": 2, "sharding": "none"})),
 }
 

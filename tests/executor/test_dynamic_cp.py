@@ -64,6 +64,7 @@ REST: dict[str, tuple[int, str, str, dict[str, Any]]] = {
     "pp2": (4, "gqa", "odd", {"pp": 2, "ep": 2}),
     "windows": (4, "windowed", "odd", {}),
     "states through documents": (2, "delta-net", "odd", {"ep": 2}),
+    "Mamba's states, ranks that share a group": (4, "nemotron", "odd", {"ep": 2}),
     "full sharding, full recompute": (4, "gqa", "odd", {"sharding": "full", "recompute": ("full",), "pp": 2}),
     "some recompute": (2, "gqa", "odd", {"recompute": ("core_attn", "layernorm", "moe_act"), "etp": 2}),
     "every token to every rank": (4, "gqa", "left over", {"ep": 2, "etp": 2, "dispatcher": "allgather"}),

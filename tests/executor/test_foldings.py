@@ -23,21 +23,10 @@ QUICK: dict[str, tuple[int, str, dict[str, Any]]] = {
     "full sharding, ep2": (4, "gqa", {"sharding": "full", "ep": 2}),
     "cp4, heads split in pairs and a ring of two": (4, "gqa", {"cp": 4, **PAIRS, "ep": 4}),
     "cp2 tp2, documents": (4, "mla", {"cp": 2, "tp": 2, "ep": 2, **DOCUMENTS}),
-    "Mamba over cp2, documents": (2, "nemotron", {"cp": 2, "mbs": 2, **DOCUMENTS}),
-    "Mamba over tp2 pp2, uneven": (4, "nemotron", {"tp": 2, "pp": 2, "ep": 2, "layout": "Etttt|ttmL"}),
     "tp4 dp2, etp1 ep8": (8, "gqa", {"tp": 4, "ep": 8}),
     "tp2 cp2 pp2, ep larger than dp": (8, "mla", {"tp": 2, "cp": 2, "pp": 2, "ep": 4}),
 }
 REST: dict[str, tuple[int, str, dict[str, Any]]] = {
-    "Mamba over tp2": (2, "nemotron", {"tp": 2, **DOCUMENTS}),
-    "Mamba over cp4, ranks that share a group": (4, "nemotron", {"cp": 4, "ep": 2, "recompute": ("layernorm",)}),
-    "Mamba over cp2, a2a beside it": (2, "nemotron", {"cp": 2, "cp_comm": "a2a", "etp": 2}),
-    "Mamba over pp2 vp2": (2, "nemotron", {"pp": 2, "vp": 2, "layout": "Et|tt|tt|tmL"}),
-    "Mamba, full sharding, ep2": (2, "nemotron", {"sharding": "full", "ep": 2}),
-    "Mamba, full sharding, full recompute": (2, "nemotron", {"sharding": "full", "ep": 2, "recompute": ("full",)}),
-    "Mamba under overlap of the exchange": (2, "nemotron", {"ep": 2, "ep_overlap": True, "delay_wgrad": True}),
-    "Mamba beside the shared expert": (2, "nemotron", {"ep": 2, "shared_expert_overlap": True}),
-    "Mamba over tp2 cp2 pp2, ep2": (8, "nemotron", {"tp": 2, "cp": 2, "pp": 2, "ep": 2, "layout": "Ettt|tttmL"}),
     "full sharding alone": (2, "mla", {"sharding": "full"}),
     "full sharding, nothing beside compute": (
         2,

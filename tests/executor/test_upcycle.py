@@ -65,6 +65,23 @@ def test_the_first_logits_are_those_of_the_dense_model(
     assert float(expected.std()) > 0.1
 
 
+def test_layers_of_one_block_are_upcycled_where_they_are_dense(tmp_path: Path) -> None:
+    spec = of_family("nemotron_h")
+    one = transformer(spec.model_copy(update={"layer_pattern": "M-M*--", "moe": None}), RunConfig())
+    spread(list(one.parameters()))
+    export_hf(one.plan, one.mesh, one, tmp_path)
+    run = RunConfig(init_from=str(tmp_path), upcycle=True, seed=5)
+    moe = Moe(num_experts=8, top_k=4, expert_ffn_size=24, router=SIGMOID)
+    model = spec.model_copy(update={"layer_pattern": "MEM*-E", "moe": moe})
+    check_init_from(tiny_plan(model, 1), run)
+    ids = torch.randint(0, 256, (32,), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        torch.testing.assert_close(transformer(model, run).logits(ids), one.logits(ids), rtol=1e-5, atol=1e-5)
+    latent = model.model_copy(update={"moe": moe.model_copy(update={"latent_size": 12})})
+    with pytest.raises(InvalidInputError, match="latent_size: got 12, allowed: none"):
+        check_init_from(tiny_plan(latent, 1), run)
+
+
 def test_copies_are_routed_apart_and_shards_together(dense: tuple[Transformer, RunConfig]) -> None:
     _, run = dense
     model = upcycled(Moe(num_experts=8, top_k=4, expert_ffn_size=24))

@@ -1,0 +1,118 @@
+"""Mamba-2 and layers of one block in a model: the formula, every folding of it, and first values."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from moeplan.errors import InvalidInputError
+from moeplan.executor.check import check_supported
+from moeplan.executor.mamba import Mamba
+from moeplan.executor.mesh import build_mesh
+from moeplan.executor.model import Transformer
+from moeplan.kernels.ssd_reference import SsdHeads, SsdTokens, ssd
+from moeplan.mixers import Mamba2
+from tests.executor.cases import run_steps, tiny_plan
+from tests.executor.folding_cases import NEMOTRON, RUN, STEPS, alone, assert_equals_alone, quick_and_slow
+from tests.executor.pools import Pools
+
+DOCUMENTS = {"packed_lengths": (4, 8, 4)}
+QUICK: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "cp2, documents": (2, "nemotron", {"cp": 2, "mbs": 2, **DOCUMENTS}),
+    "tp2 pp2, uneven": (4, "nemotron", {"tp": 2, "pp": 2, "ep": 2, "layout": "Etttt|ttmL"}),
+}
+SLOW: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "tp2, documents": (2, "nemotron", {"tp": 2, **DOCUMENTS}),
+    "cp4, ranks that share a group": (4, "nemotron", {"cp": 4, "ep": 2, "recompute": ("layernorm",)}),
+    "cp2, heads of attention split beside": (2, "nemotron", {"cp": 2, "cp_comm": "a2a", "etp": 2}),
+    "pp2 vp2": (2, "nemotron", {"pp": 2, "vp": 2, "layout": "Et|tt|tt|tmL"}),
+    "full sharding, ep2": (2, "nemotron", {"sharding": "full", "ep": 2}),
+    "full sharding, full recompute": (2, "nemotron", {"sharding": "full", "ep": 2, "recompute": ("full",)}),
+    "exchanges beside other micro-batches": (2, "nemotron", {"ep": 2, "ep_overlap": True, "delay_wgrad": True}),
+    "exchanges beside the shared expert": (2, "nemotron", {"ep": 2, "shared_expert_overlap": True}),
+    "layers on the host, flex": (
+        2,
+        "nemotron",
+        {"ep": 2, "offload_layers": 4, "dispatcher": "flex", "flex_backend": "torch"},
+    ),
+    "clones and pages": (2, "nemotron", {"ep": 2, "echo_slots": 1, "paged_stash_factor": 1.5}),
+    "tp2 cp2 pp2, ep2": (8, "nemotron", {"tp": 2, "cp": 2, "pp": 2, "ep": 2, "layout": "Ettt|tttmL"}),
+}
+
+
+@pytest.mark.parametrize("case", quick_and_slow(QUICK, SLOW))
+def test_folded_equals_alone(pools: Pools, case: tuple[int, str, dict[str, Any]]) -> None:
+    assert_equals_alone(pools, case)
+
+
+def test_bf16_stays_near_float64() -> None:
+    losses = run_steps(0, tiny_plan(NEMOTRON, 1, precision="bf16", mbs=2), RUN, STEPS).losses
+    # 8 bits of mantissa: 0.4 % of a loss of 5.5, and rounding may send a token to another expert.
+    torch.testing.assert_close(losses, alone("nemotron").losses, rtol=0, atol=0.03)
+    assert losses[-1] < losses[0] - 0.05
+
+
+def test_a_mixer_is_its_formula_token_by_token() -> None:
+    """Two documents of one sequence; convolution, time steps and gated norm written out."""
+    plan = tiny_plan(NEMOTRON, 1, packed_lengths=(5, 11))
+    block = Transformer(plan, build_mesh(plan.folding, 0), 7, torch.device("cpu")).layers[0].mixer
+    assert isinstance(block, Mamba)
+    x_SH = torch.randn(16, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    gate, mixed, step = (x_SH @ block.in_weight.t()).split([32, 32 + 2 * 12, 8], 1)
+    convolved = block.conv_bias.expand_as(mixed).clone()
+    for token in range(16):
+        for tap in range(4):
+            if (seen := token - 3 + tap) >= (0 if token < 5 else 5):
+                convolved[token] += block.conv_weight[:, tap] * mixed[seen]
+    value, key, query = F.silu(convolved).split([32, 12, 12], 1)
+    tokens = SsdTokens(
+        value.reshape(1, 16, 8, 4),
+        torch.log1p(torch.exp(step + block.time_bias))[None],
+        key.reshape(1, 16, 2, 6),
+        query.reshape(1, 16, 2, 6),
+    )
+    out = ssd(tokens, SsdHeads(-block.log_rate.exp(), block.skip), (5, 11))[0].reshape(16, 2, 16)
+    gated = out * F.silu(gate).reshape(16, 2, 16)
+    normed = gated * (gated.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+    expected = (normed.flatten(1) * block.norm_weight) @ block.out_weight.t()
+    torch.testing.assert_close(block(x_SH), expected)
+
+
+def test_rates_and_time_steps_begin_as_published_and_do_not_decay() -> None:
+    plan = tiny_plan(NEMOTRON, 1)
+    model = Transformer(plan, build_mesh(plan.folding, 0), 7, torch.device("cpu"))
+    names = {entry.pieces[0].name.removeprefix("layers.0.mixer."): entry for entry in model.table.entries}
+    values = {name: entry.parameter.detach() for name, entry in names.items()}
+    rates, steps = values["log_rate"].exp(), F.softplus(values["time_step.bias"])
+    assert 1 < float(rates.min()) < float(rates.max()) < 16
+    assert 1e-3 < float(steps.min()) < float(steps.max()) < 0.1
+    assert bool((values["skip"] == 1).all())
+    for taps in ("value_conv.weight", "value_conv.bias"):
+        assert 0.3 < float(values[taps].abs().max()) <= 0.5  # of four taps
+    for name in ("log_rate", "time_step.bias", "skip", "norm.weight", "value_conv.bias"):
+        assert not names[name].is_decayed, name
+    assert names["gate.weight"].is_decayed
+
+
+@pytest.mark.parametrize(
+    "mixer, changes, message",
+    [
+        ({}, {"tp": 4, "num_gpus": 4}, "tp 4 does not divide the 8 heads and 2 groups of linear_mixer"),
+        ({"num_heads": 6}, {"cp": 4, "num_gpus": 4}, "cp 4 beside tp 1 cuts the 6 heads and 2 groups"),
+        ({"num_groups": 8}, {"cp": 16, "num_gpus": 16, "seq_len": 32}, "cp 16 beside tp 1 cuts the 8 heads"),
+    ],
+)
+def test_heads_that_do_not_divide_are_refused(mixer: dict[str, int], changes: dict[str, int], message: str) -> None:
+    assert isinstance(NEMOTRON.linear_mixer, Mamba2)
+    attention = NEMOTRON.attention.model_copy(update={"num_kv_heads": 4})
+    other = {"linear_mixer": NEMOTRON.linear_mixer.model_copy(update=mixer), "attention": attention}
+    with pytest.raises(ValueError, match=message):
+        tiny_plan(NEMOTRON.model_copy(update=other), **changes)
+
+
+def test_packs_of_more_ranks_than_heads_are_refused() -> None:
+    documents = {"dynamic_cp": True, "document_lengths": (16,) * 8, "max_tokens_per_rank": 4}
+    check_supported(tiny_plan(NEMOTRON, 8, **documents))
+    with pytest.raises(InvalidInputError, match="dynamic_cp: got tp 1 x packs of up to 16 ranks"):
+        check_supported(tiny_plan(NEMOTRON, 16, global_batch_size=16, **documents | {"document_lengths": (16,) * 16}))
