@@ -381,7 +381,8 @@ _NATIVE_MOE = (
     Row("permutation indices", "router", lambda z: 2 * z.top_k, "int32", ("moe",)),
     *_NATIVE_SHARED,
     *_NATIVE_EXPERTS,
-    *_LATENT,
+    replace(_LATENT[0], dropped_by=("layernorm", "moe")),
+    *_LATENT[1:],
 )
 # The final norm's output is the hidden input of the first depth, and each depth's that of the next: kept once.
 _NATIVE_LOSS = (

@@ -5,22 +5,24 @@ One expert of 512 rows, a multiple of the tile: the executor pads the quantized 
 
 import pytest
 
-from moeplan.model_spec import DENSE_LAYER, MOE_LAYER, ModelSpec
+from moeplan.model_spec import ModelSpec
 from moeplan.simulator.activations import kept_bytes
 from tests.executor.saved_bytes import layer_kept_bytes
-from tests.executor.test_saved_bytes import MLA, NATIVE, small_model, small_plan
+from tests.executor.test_saved_bytes import MLA, NATIVE, small_hybrid, small_model, small_plan
 
 ONE_EXPERT = {"num_experts": 1, "top_k": 1, "shared_ffn_size": 256}
 MODELS = {
     "gqa": small_model(moe=ONE_EXPERT),
     "mla": small_model(MLA, moe=ONE_EXPERT),
     "dense": small_model(dense=True),
+    "mamba": small_hybrid("M", state_size=30),
+    "latent": small_hybrid("E", moe=ONE_EXPERT | {"latent_size": 128, "expert_ffn_size": 256}),
 }
 
 
 def _check(model: ModelSpec, precision: str, recompute: tuple[str, ...]) -> None:
     plan = small_plan(model, precision=precision, recompute=recompute)
-    expected = kept_bytes(model, MOE_LAYER if model.moe else DENSE_LAYER, plan.point, NATIVE)
+    expected = kept_bytes(model, model.layer_kinds[0], plan.point, NATIVE)
     assert layer_kept_bytes(plan) == pytest.approx(expected.kept_bytes + expected.scales_bytes, rel=0.002)
 
 
@@ -32,6 +34,6 @@ def test_linears_keep_their_quantized_inputs(name: str, precision: str, recomput
 
 
 @pytest.mark.parametrize("precision", ["fp8_current", "fp8_blockwise"])
-@pytest.mark.parametrize("name", ["gqa", "mla"])
+@pytest.mark.parametrize("name", ["gqa", "mla", "latent"])
 def test_an_activation_that_is_made_again_is_kept_in_no_form(name: str, precision: str) -> None:
     _check(MODELS[name], precision, ("moe_act",))

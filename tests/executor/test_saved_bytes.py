@@ -1,5 +1,7 @@
 """Saved-tensor bytes of the executor equal the simulator's native stack, option by option."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -186,12 +188,12 @@ def test_whole_models(attention: GqaAttention | MlaAttention, recompute: tuple[s
     assert model_kept_bytes(plan) == pytest.approx(expected, rel=0.01)
 
 
-def small_hybrid(layer: str) -> ModelSpec:
+def small_hybrid(layer: str, *, state_size: int = 24, moe: Mapping[str, int] = MappingProxyType({})) -> ModelSpec:
     """One layer of one block, by the symbol of ``layer_pattern``."""
-    mamba = Mamba2(num_heads=16, head_dim=32, state_size=24, num_groups=4, chunk_size=64)
+    mamba = Mamba2(num_heads=16, head_dim=32, state_size=state_size, num_groups=4, chunk_size=64)
     others: dict[str, Any] = {"linear_mixer": mamba if layer == "M" else None, "layer_pattern": layer}
     attention = GQA.model_copy(update={"rotary": False})
-    return small_model(attention, moe={"latent_size": 96}, activation="squared_relu", **others)
+    return small_model(attention, moe={"latent_size": 96, **moe}, activation="squared_relu", **others)
 
 
 @pytest.mark.parametrize(
