@@ -28,9 +28,19 @@ def _fla(tokens: DeltaTokens, documents: tuple[int, ...], chunk_size: int) -> Te
     return delta_rule_fla.gated_delta_rule(tokens, documents, chunk_size)
 
 
+def _triton(tokens: DeltaTokens, documents: tuple[int, ...], chunk_size: int) -> Tensor:
+    """Plain torch but for the way from chunk to chunk, where keys are not too wide."""
+    from moeplan.kernels import delta_scan_triton  # noqa: PLC0415 - loads a compiler no CPU process needs
+
+    fits = tokens.key.shape[-1] <= delta_scan_triton.MAX_WIDTH
+    scan = delta_scan_triton.scan if fits else delta_rule_torch.scan
+    return delta_rule_torch.gated_delta_rule(tokens, documents, chunk_size, scan)
+
+
 BACKENDS: dict[str, GatedDeltaRule] = {
     "reference": delta_rule_reference.gated_delta_rule,
     "torch": delta_rule_torch.gated_delta_rule,
+    "triton": _triton,
     "fla": _fla,
 }
 
@@ -41,8 +51,10 @@ def _has_fla() -> bool:
 
 
 def default_backend(x: Tensor) -> str:
-    """``fla`` (the package flash-linear-attention) for half precision on CUDA where it is installed, else ``torch``."""
-    return "fla" if x.is_cuda and x.dtype in _HALF_TYPES and _has_fla() else "torch"
+    """On CUDA ``fla`` (flash-linear-attention, where installed) for half precision, else ``triton``; else ``torch``."""
+    if not x.is_cuda or x.dtype == torch.float64:
+        return "torch"
+    return "fla" if x.dtype in _HALF_TYPES and _has_fla() else "triton"
 
 
 def gated_delta_rule(

@@ -14,6 +14,7 @@ from moeplan.kernels import (
     activation_triton,
     adam_triton,
     cross_entropy_triton,
+    delta_scan_triton,
     gathered_gemm_triton,
     grouped_gemm_fp8_triton,
     grouped_weight_grad_triton,
@@ -50,6 +51,9 @@ DEEPSEEK = {
 }
 NORM = [{"DTYPE": tl.float32, "ROWS": rows, "BLOCK": block} for rows, block in ((1, 4096), (16, 128))]
 QKV = {"DTYPE": tl.float32, "ROWS": 16, "BLOCK_H": 64}
+DELTA_SCAN = [
+    {"BLOCK_C": 64, "BLOCK_D": width, "BLOCK_E": 32, "num_stages": 2, "num_warps": 8} for width in (64, 128, 256)
+]
 GATHERED = {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64, "GROUP": 8, "num_stages": 4, "num_warps": 8}
 WEIGHT_GRAD = [
     {
@@ -95,6 +99,12 @@ KERNELS = (
     (adam_triton._step, "*fp32 *fp32 *fp32 *fp32 *bf16 *fp64 i64 fp32 fp32 fp32 fp32 fp32 fp32", [ADAM]),
     (cross_entropy_triton._stats, "*bf16 *i64 *fp32 *fp32 *fp32 i32", [FP32]),
     (cross_entropy_triton._gradient, "*bf16 *fp32 *fp32 *i64 i32", [FP32]),
+    (delta_scan_triton._forward, "*fp32 *fp32 *fp32 *fp32 *fp32 *fp32 i32 i32 i32 i32 i32", DELTA_SCAN),
+    (
+        delta_scan_triton._backward,
+        "*fp32 *fp32 *fp32 *fp32 *fp32 *fp32 *fp32 *fp32 i32 i32 i32 i32 i32",
+        DELTA_SCAN,
+    ),
     (
         grouped_gemm_fp8_triton._rows,
         "tensordesc<fp8e5[128,128]> tensordesc<fp8e4nv[256,128]> *bf16 *i32 *i32 *i32 *fp32 *fp32 i32 i32 i32",

@@ -59,6 +59,23 @@ def test_chunks_of_any_size_give_what_single_tokens_give(
         torch.testing.assert_close(one, other, rtol=0, atol=1e-9)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="compiled for the GPU: test_on_gpu.py")
+@pytest.mark.parametrize("lengths, chunk_size, share", [((5, 9, 3), 4, 2), ((37,), 16, 1), ((8, 8), 64, 3)])
+def test_the_kernel_goes_from_chunk_to_chunk_as_torch_does(
+    lengths: tuple[int, ...], chunk_size: int, share: int
+) -> None:
+    exact = drawn(lengths, share=share)
+    single = DeltaTokens(*(x.detach().float().requires_grad_() for x in exact))
+    got = gated_delta_rule(single, lengths, chunk_size=chunk_size, backend="triton")
+    expected = gated_delta_rule(exact, lengths, chunk_size=chunk_size, backend="torch")
+    direction = torch.linspace(-1, 1, got.numel()).view_as(got)
+    torch.testing.assert_close(got.double(), expected, rtol=0, atol=1e-5)
+    grads = torch.autograd.grad(got, tuple(single), direction)
+    wanted = torch.autograd.grad(expected, tuple(exact), direction.double())
+    for one, other in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-4)
+
+
 def test_documents_do_not_see_each_other() -> None:
     tokens = drawn((5, 9, 3))
     out = gated_delta_rule(tokens, (5, 9, 3), chunk_size=4)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any, get_args
 
@@ -12,6 +13,8 @@ from moeplan.kernels import activation_reference, permute_reference
 from moeplan.kernels.accumulate import accumulate_
 from moeplan.kernels.activation import ActivationKind, activation
 from moeplan.kernels.cross_entropy import logit_gradient_, logit_stats
+from moeplan.kernels.delta_rule import gated_delta_rule
+from moeplan.kernels.delta_rule_reference import DeltaTokens
 from moeplan.kernels.gathered_gemm import gathered_gemm, summed_gemm
 from moeplan.kernels.grouped_gemm import grouped_gemm
 from moeplan.kernels.padded_rows import padded_rows
@@ -139,3 +142,18 @@ def test_accumulation_over_two_dtypes() -> None:
     total_N, part_N = torch.randn(100_003, device="cuda"), _normal(100_003).detach()
     expected = total_N + part_N
     torch.testing.assert_close(accumulate_(total_N, part_N), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton", "fla"])
+def test_gated_delta_rule(backend: str) -> None:
+    if backend == "fla" and find_spec("fla") is None:
+        pytest.skip("flash-linear-attention is not installed")
+    documents = (100, 156)
+
+    def run(*x: torch.Tensor, backend: str) -> torch.Tensor:
+        tokens = DeltaTokens(x[0], x[1], x[2], -torch.nn.functional.softplus(x[3].float()), x[4].sigmoid())
+        return gated_delta_rule(tokens, documents, backend=backend)
+
+    inputs = [_normal(2, 256, 2, 128), _normal(2, 256, 2, 128), _normal(2, 256, 4, 128)]
+    inputs += [_normal(2, 256, 4), _normal(2, 256, 4)]
+    _check(partial(run, backend=backend), partial(run, backend="torch"), inputs)
