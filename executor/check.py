@@ -18,7 +18,7 @@ from moeplan.vocabulary import PRECISIONS
 # Fields that Megatron executes and the native executor does not.
 _DEFAULT_ONLY = (
     "fused_grouped_mlp", "permute_fusion", "router_fusion", "fp8_attention",
-    "tp_comm_overlap",
+    "tp_comm_overlap", "bf16_first_layers", "bf16_last_layers", "bf16_modules",
 )  # fmt: skip
 _WORD_ELEMENTS = 8  # of bf16 in 16 bytes
 
@@ -154,6 +154,8 @@ def _primary_weight_limits(plan: Plan) -> Iterator[tuple[str, object, str, str]]
 
 def _model_limits(model: ModelSpec, etp: int) -> Iterator[tuple[str, object, str, str]]:
     moe = model.moe
+    if model.mtp_shared:
+        yield "model.mtp_shared", True, "depths with weights of their own in what is trained", "predict such plans only"
     if moe is not None and moe.mlp_bias and model.expert_hidden_size % etp:
         allowed = f"expert biases where etp divides the {model.expert_hidden_size} channels of experts' rows"
         yield "etp", etp, allowed, "lower etp"

@@ -79,6 +79,8 @@ def _graph_violations(model: ModelSpec, point: Point) -> Iterator[tuple[str, str
         yield "cuda_graph", "full_iteration stands alone"
     if "moe_preprocess" in scopes and "moe_router" not in scopes:
         yield "cuda_graph", "moe_preprocess needs moe_router"
+    if "mamba" in scopes and not isinstance(model.linear_mixer, Mamba2):
+        yield "cuda_graph", f"mamba holds Mamba-2 layers, {model.name} has none"
     is_padded = model.moe is not None and model.moe.router.pad_to_capacity
     is_hybrid = point.dispatcher == "flex" and point.flex_backend == "hybridep"
     # On one GPU the experts' rows are the tokens' copies, however they are routed, unless some are dropped.
@@ -89,7 +91,7 @@ def _graph_violations(model: ModelSpec, point: Point) -> Iterator[tuple[str, str
 
 def _precision_violations(point: Point) -> Iterator[tuple[str, str]]:
     is_quantized = PRECISIONS[point.precision].quantized_bytes is not None
-    for key in ("fp8_primary_weights", "fp8_attention"):
+    for key in ("fp8_primary_weights", "fp8_attention", "bf16_first_layers", "bf16_last_layers", "bf16_modules"):
         if getattr(point, key) and not is_quantized:
             yield key, f"needs a low precision, got {point.precision}"
     if point.main_weight_remainders and (not PRECISIONS[point.precision].has_main_weights or point.fp8_primary_weights):

@@ -13,17 +13,23 @@ MAX_LAYERS = 1024  # several times the deepest model there is; far more is a sli
 
 
 class LayerKind(NamedTuple):
-    """The blocks of a layer, each after a norm and added to the residual stream; a hybrid's layer may have one."""
+    """The blocks of a layer, each after a norm and added to the residual stream; a hybrid's layer may have one.
+
+    ``is_bf16``: a plan keeps its linears out of low precision.
+    """
 
     mixer: Literal["attention", "linear", "none"] = "attention"
     mlp: Literal["dense", "moe", "none"] = "dense"
+    is_bf16: bool = False
 
     @property
     def label(self) -> str:
         """The name in reports: of what tells the layer from those of a plain transformer."""
         if self.mixer == "attention":
-            return "attention" if self.mlp == "none" else self.mlp
-        return self.mlp if self.mixer == "none" else f"{self.mixer}_{self.mlp}".removesuffix("_none")
+            name: str = "attention" if self.mlp == "none" else self.mlp
+        else:
+            name = self.mlp if self.mixer == "none" else f"{self.mixer}_{self.mlp}".removesuffix("_none")
+        return f"{name}_bf16" if self.is_bf16 else name
 
 
 DENSE_LAYER, MOE_LAYER = LayerKind("attention", "dense"), LayerKind("attention", "moe")
@@ -159,6 +165,7 @@ class ModelSpec(Record):
         default=1, description="after the dense layers, the last of each such many is MoE"
     )
     num_mtp_layers: int = Field(default=0, ge=0, le=MAX_LAYERS)
+    mtp_shared: bool = Field(default=False, description="all MTP depths run the weights of one (Nemotron 3)")
     mtp_loss_scaling_factor: float = 0.1
     tied_embeddings: bool = False
     activation: Literal["swiglu", "clamped_swiglu", "geglu", "gelu", "squared_relu"] = "swiglu"
@@ -204,6 +211,14 @@ class ModelSpec(Record):
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """Kind of each decoder layer, MTP layers not included."""
         return tuple(self._kind(layer) for layer in range(self.num_layers))
+
+    def kinds_with_bf16(self, num_first: int, num_last: int) -> tuple[LayerKind, ...]:
+        """Kind of each decoder layer where so many at either end stay in bf16."""
+        kinds, end = self.layer_kinds, self.num_layers - num_last
+        return tuple(
+            kind._replace(is_bf16=True) if layer < num_first or layer >= end else kind
+            for layer, kind in enumerate(kinds)
+        )
 
     def _kind(self, layer: int) -> LayerKind:
         if self.layer_pattern:

@@ -124,7 +124,8 @@ def total_parameters(model: ModelSpec, *, with_mtp: bool = False) -> int:
     layers = sum(layer_parameters(model, kind).total for kind in model.layer_kinds)
     heads = embedding_parameters(model) * (1 if model.tied_embeddings else 2)
     mtp = layer_parameters(model, model.mtp_kind).total + mtp_extra_parameters(model)
-    return layers + heads + model.hidden_size + model.num_mtp_layers * mtp * with_mtp
+    depths = min(model.num_mtp_layers, 1) if model.mtp_shared else model.num_mtp_layers
+    return layers + heads + model.hidden_size + depths * mtp * with_mtp
 
 
 def active_parameters(model: ModelSpec) -> int:

@@ -17,6 +17,7 @@ from moeplan.point import Point
 from moeplan.record import Record
 from moeplan.step_packs import dynamic_cp_violations
 from moeplan.vocabulary import (
+    Bf16Module,
     CpComm,
     CudaGraphScope,
     Dispatcher,
@@ -106,6 +107,11 @@ class Plan(Record):
     router_fusion: bool = Field(default=True, description="scores, top-k and auxiliary loss in three kernels")
     fp8_primary_weights: bool = Field(default=False, description="no BF16 copy: weights live and travel in FP8")
     fp8_attention: bool = False
+    bf16_first_layers: int = Field(default=0, ge=0, description="decoder layers kept out of low precision at the start")
+    bf16_last_layers: int = Field(default=0, ge=0, description="the same at the end")
+    bf16_modules: tuple[Bf16Module, ...] = Field(
+        default=(), description="linears kept in bf16 under low precision (linear_out in MXFP8 under NVFP4)"
+    )
     tp_comm_overlap: bool = False
     offload_layers: int = Field(default=0, ge=0, description="layers of a rank whose kept tensors go to the host")
     offload_modules: tuple[OffloadModule, ...] = Field(
@@ -141,7 +147,7 @@ class Plan(Record):
                 object.__setattr__(self, "layout", balanced_layout(self.model, num_stages).text)
         except MoeplanError as error:
             raise ValueError(error.message) from None
-        for name in ("recompute", "cuda_graph", "offload_modules", "paired_wgrad"):
+        for name in ("recompute", "cuda_graph", "offload_modules", "paired_wgrad", "bf16_modules"):
             object.__setattr__(self, name, tuple(sorted(set(getattr(self, name)))))
         return self
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from moeplan.folding import Folding
 from moeplan.vocabulary import (
+    Bf16Module,
     CpComm,
     CudaGraphScope,
     Dispatcher,
@@ -68,6 +69,9 @@ class Point:
     dp_replicate: int = 1
     main_weight_remainders: bool = False
     paired_wgrad: tuple[ExpertMatrix, ...] = ()
+    bf16_first_layers: int = 0
+    bf16_last_layers: int = 0
+    bf16_modules: tuple[Bf16Module, ...] = ()
 
     @property
     def folding(self) -> Folding:
@@ -90,6 +94,11 @@ class Point:
     def num_micro_batches(self) -> int:
         """Micro-batches each data-parallel rank runs per step."""
         return self.global_batch_size // (self.mbs * self.dp)
+
+    @property
+    def bf16_ends(self) -> tuple[int, int]:
+        """Decoder layers that stay in bf16 at the start and at the end."""
+        return self.bf16_first_layers, self.bf16_last_layers
 
     @property
     def paired_adds_frac(self) -> float:

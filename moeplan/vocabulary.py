@@ -13,9 +13,12 @@ FlexBackend = Literal["deepep", "hybridep", "torch"]
 # the sequence; a2a+p2p splits heads in neighbouring ranks and passes a ring between those.
 CpComm = Literal["p2p", "all_gather", "a2a", "a2a+p2p"]
 Sharding = Literal["none", "optimizer", "full"]
-CudaGraphScope = Literal["attn", "mlp", "moe_router", "moe_preprocess", "moe", "full_iteration"]
+CudaGraphScope = Literal["attn", "mamba", "mlp", "moe_router", "moe_preprocess", "moe", "full_iteration"]
 # What recipes capture of MoE layers whose shapes depend on routing (report section 3.4).
 PARTIAL_GRAPH: tuple[CudaGraphScope, ...] = ("attn", "moe_preprocess", "moe_router")
+# Linears that a low-precision recipe may leave wide: bf16, and the output projection of a linear mixer under NVFP4
+# MXFP8 (Nemotron 3 Super, arXiv 2604.12374; NVIDIA's recipes keep MTP depths in bf16 under MXFP8 too).
+Bf16Module = Literal["attention", "latent", "linear_out", "mtp"]
 OffloadModule = Literal[
     "attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act", "fused_group_mlp"
 ]

@@ -8,7 +8,7 @@ import math
 import re
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, get_args
 
 from moeplan.errors import InvalidInputError
 from moeplan.files import short, validate
@@ -21,7 +21,7 @@ from moeplan.planner.published_rows import CellError, PublishedRow
 from moeplan.presets import load_model
 from moeplan.simulator.stack import SoftwareStack
 from moeplan.simulator.stack_defaults import Features
-from moeplan.vocabulary import PARTIAL_GRAPH, PRECISIONS
+from moeplan.vocabulary import PARTIAL_GRAPH, PRECISIONS, CudaGraphScope
 
 LATEST = "megatron-bridge-26.08"
 # Engines by what their sources are called, first match wins; all else is Megatron.
@@ -33,7 +33,13 @@ ENGINES = (
     ("2603.07685", "megatron-lm-2026.03"),
     ("modelzoo best_practice", "megatron-lm-2026.05"),
 )
-ALIASES = {"deepseek-v3-16b": "deepseek-v2-lite"}  # torchtitan's 16B configuration has that model's sizes
+# torchtitan's 16B configuration has that model's sizes; Nemotron 3 is written with another hyphen, Ultra without sizes.
+ALIASES = {
+    "deepseek-v3-16b": "deepseek-v2-lite",
+    "nemotron-3-nano-30b-a3b": "nemotron3-nano-30b-a3b",
+    "nemotron-3-super-120b-a12b": "nemotron3-super-120b-a12b",
+    "nemotron-3-ultra": "nemotron3-ultra-550b-a55b",
+}
 PRECISION_NAMES = {"fp8": "fp8_current", "fp8 blockwise": "fp8_blockwise"}
 # Where a row names no model: legality depends on the sizes it states alone, the rest comes from these.
 STAND_INS = {"dense": "llama3-8b", "moe": "qwen3-30b-a3b"}
@@ -245,6 +251,8 @@ def _sharding(row: PublishedRow, features: Features, stack: SoftwareStack, preci
         "fp8_primary_weights": primary and low and not frac and "fp8_primary_weights" in stack.features,
         "grad_dtype": "bf16" if bf16_gradients else "fp32",
         "moment_dtype": features.moment_dtype or "fp32",
+        "bf16_last_layers": (features.bf16_last_layers or 0) if low else 0,
+        "bf16_modules": (features.bf16_modules or ()) if low else (),
     }
 
 
@@ -256,7 +264,7 @@ def _moe_fields(row: PublishedRow, features: Features, backend: str, sizes: dict
     graphs: tuple[str, ...] = features.cuda_graph or ()
     if not is_open:
         stated_full = "full_iteration" in graphs and backend == "hybridep"
-        graphs = PARTIAL_GRAPH if "TE graphs" in notes else (graphs if stated_full else ())
+        graphs = _stated_graphs(notes) if "TE graphs" in notes else (graphs if stated_full else ())
     routing = "natural" if "natural" in expected else "balanced"
     overlap = asked or (is_open and can_overlap and bool(features.ep_overlap))
     return {
@@ -268,3 +276,10 @@ def _moe_fields(row: PublishedRow, features: Features, backend: str, sizes: dict
         "permute_fusion": features.permute_fusion is not False,
         "router_fusion": features.router_fusion is not False,
     }
+
+
+def _stated_graphs(notes: str) -> tuple[str, ...]:
+    """What the graphs of a note hold: what it names after them, or what recipes capture."""
+    named = re.search(r"TE graphs ([a-z_]+(?:\+[a-z_]+)*)", notes)
+    scopes = tuple(scope for scope in named[1].split("+") if scope in get_args(CudaGraphScope)) if named else ()
+    return scopes or PARTIAL_GRAPH

@@ -60,7 +60,7 @@ def critical_phases(plan: Plan, profile: HardwareProfile, stack: SoftwareStack) 
     """Forward and backward of every kind of layer of the plan, without overlap with the other direction."""
     model, shape = step_model(plan.model, stack, profile), OpShape.of(plan.point, stack, profile)
     found: dict[str, CriticalPhase] = {}
-    parts = {part for stage in model.stage_parts(plan.point.layout) for part in stage if part.layer_kind is not None}
+    parts = {part for stage in model.stage_parts(plan.point) for part in stage if part.layer_kind is not None}
     for part in sorted(parts, key=lambda one: (one.label, one.layer)):
         time, ops = model.part_time(part, shape), forward_ops(plan.model, part, shape, stack)
         backward = backward_ops(ops, shape, stack.time)

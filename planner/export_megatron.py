@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping
 
 from moeplan.errors import InvalidInputError
 from moeplan.plan import Plan
-from moeplan.planner.export_megatron_model import model_flags
+from moeplan.planner.export_megatron_model import is_hybrid, model_flags
 from moeplan.run_config import RunConfig
-from moeplan.vocabulary import PrecisionName
+from moeplan.vocabulary import Bf16Module, PrecisionName
 
 Flag = tuple[str, ...]
 
@@ -32,6 +32,25 @@ _NO_FLAG = ("packed_lengths", "echo_slots", "paired_wgrad", "offload_layers")
 # Megatron-Bridge's recipes with full-iteration graphs set (set_full_iter_cg_configs). A step beyond it runs again.
 _RANK_CAPACITY, _STASH_PAGES, _HOST_PAGES = 1.5, 1.2, 1.0
 
+_WIDE_FILE = "wide_modules.yaml"
+_WIDE_CONFIGS = """\
+configs:
+  bf16:
+    transformer_engine_config_type: "TEQuantizationParams"
+    training_recipe: {}
+  mxfp8:
+    transformer_engine_config_type: "TEQuantizationParams"
+    training_recipe:
+      fp8_quantization_recipe: "mxfp8"
+matchers:
+"""
+_MODULE_PATTERNS: dict[Bf16Module, tuple[str, ...]] = {
+    "attention": ("*.linear_qkv", "*.linear_proj"),
+    "latent": ("*.fc1_latent_proj", "*.fc2_latent_proj"),
+    "linear_out": ("*mixer.out_proj",),
+    "mtp": ("*mtp.layers.*",),
+}
+
 _SCRIPT = """\
 #!/bin/bash
 # Plan {plan_id} for Megatron-LM (flags of its main branch of 2026), from the root of its repository: run this on each
@@ -41,7 +60,7 @@ export CUDA_DEVICE_MAX_CONNECTIONS={connections}
 
 torchrun --nnodes={num_hosts} --nproc-per-node={gpus} --node-rank="${{NODE_RANK:-0}}" \\
   --master-addr="${{MASTER_ADDR:-localhost}}" --master-port="${{MASTER_PORT:-29500}}" \\
-  pretrain_gpt.py \\
+  {entry} \\
 {flags}
 """
 
@@ -55,17 +74,32 @@ _ROUTING_NOTES = {
 
 def megatron_files(plan: Plan, run: RunConfig, gpus_per_host: int) -> Mapping[str, str]:
     """The script. Raises InvalidInputError for what Megatron-LM has no flag for."""
-    flags = [*model_flags(plan.model, plan.seq_len), *_plan_flags(plan), *_run_flags(run, plan)]
+    flags = [*model_flags(plan.model, plan.seq_len, plan.pipeline), *_plan_flags(plan), *_run_flags(run, plan)]
     lines = [f"  {shlex.join([f'--{name}', *values])}" for name, *values in flags]
     script = _SCRIPT.format(
         plan_id=plan.plan_id,
         num_hosts=plan.num_gpus // gpus_per_host,
         gpus=gpus_per_host,
         connections=32 if plan.ep_overlap or plan.sharding == "full" else 1,  # it refuses 1 for these
+        entry="pretrain_hybrid.py" if is_hybrid(plan.model) else "pretrain_gpt.py",
         flags=" \\\n".join(lines),
         routing=f"{_ROUTING_NOTES[plan.routing]}\n" if plan.model.moe else "",
     )
-    return {"pretrain.sh": script}
+    return {"pretrain.sh": script, **_wide_modules(plan)}
+
+
+def _wide_modules(plan: Plan) -> dict[str, str]:
+    """What stays out of low precision, in the form of Megatron-LM's ``--te-precision-config-file``."""
+    if not plan.bf16_modules:
+        return {}
+    wider = "mxfp8" if plan.precision == "nvfp4" else "bf16"
+    matchers = [
+        f'  {module}_{index}:\n    type: "glob"\n    enabled: true\n    pattern: "{pattern}"\n'
+        f'    config: "{wider if module == "linear_out" else "bf16"}"\n'
+        for module in plan.bf16_modules
+        for index, pattern in enumerate(_MODULE_PATTERNS[module])
+    ]
+    return {_WIDE_FILE: _WIDE_CONFIGS + "".join(matchers)}
 
 
 def _check(plan: Plan) -> None:
@@ -97,6 +131,12 @@ def _plan_flags(plan: Plan) -> Iterator[Flag]:
         yield ("fp4-param-gather",) if plan.precision == "nvfp4" else ("fp8-param-gather",)
     if plan.fp8_attention:
         yield ("fp8-dot-product-attention",)
+    if any(plan.point.bf16_ends):
+        yield ("first-last-layers-bf16",)
+        yield "num-layers-at-start-in-bf16", str(plan.bf16_first_layers)
+        yield "num-layers-at-end-in-bf16", str(plan.bf16_last_layers)
+    if plan.bf16_modules:
+        yield "te-precision-config-file", _WIDE_FILE
     yield from _recompute_flags(plan)
     yield from _optimizer_flags(plan)
     if plan.model.moe is not None:
@@ -116,7 +156,7 @@ def _folding_flags(plan: Plan) -> Iterator[Flag]:
     if plan.tp > 1:
         yield ("sequence-parallel",)
     yield "pipeline-model-parallel-size", str(plan.pp)
-    if plan.pp > 1:
+    if plan.pp > 1 and not is_hybrid(plan.model):  # its pattern says it
         yield "pipeline-model-parallel-layout", plan.layout
     if plan.vp > 1 and plan.micro_batch_group_size:
         yield "microbatch-group-size-per-virtual-pipeline-stage", str(plan.micro_batch_group_size)

@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 
 from moeplan.errors import InvalidInputError
-from moeplan.mixers import GqaAttention, MlaAttention
+from moeplan.layout import PipelineLayout
+from moeplan.mixers import GqaAttention, Mamba2, MlaAttention
 from moeplan.model_spec import Llama3Scaling, ModelSpec, Moe, Router, YarnScaling
 
 Flag = tuple[str, ...]
@@ -13,6 +14,9 @@ _ACTIVATION_FLAGS: dict[str, tuple[Flag, ...]] = {
     "squared_relu": (("squared-relu",),),
     "gelu": (),
 }
+
+# What its Mamba-2 layers have without a flag (megatron/core/ssm/mamba_mixer.py).
+MAMBA_CHUNK, MAMBA_CONV = 128, 4
 
 # What Megatron-LM takes for what its flags leave open.
 _LLAMA3: dict[str, object] = {"original_max_positions": 8192, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -25,22 +29,25 @@ _YARN: dict[str, object] = {
 }
 
 
-def model_flags(model: ModelSpec, seq_len: int) -> Iterator[Flag]:
-    """Flags of all that ModelSpec says. Raises InvalidInputError for what Megatron-LM has no flag for."""
+def model_flags(model: ModelSpec, seq_len: int, layout: PipelineLayout) -> Iterator[Flag]:
+    """Flags of all that ModelSpec says; a hybrid's pattern says the ``layout`` as well.
+
+    Raises InvalidInputError for what Megatron-LM has no flag for.
+    """
     if model.activation not in _ACTIVATION_FLAGS:
         raise _unknown("activation", model.activation, ", ".join(_ACTIVATION_FLAGS))
-    if model.linear_mixer is not None:
-        raise _unknown("linear_mixer", model.linear_mixer.kind, "models that attend in every layer")
     if model.moe is not None and model.moe.mlp_bias:
         raise _unknown("moe.mlp_bias", True, "experts without biases")
     yield ("use-mcore-models",)
     yield "transformer-impl", "transformer_engine"
-    yield "num-layers", str(model.num_layers)
+    yield from _layer_flags(model, layout)
     yield "hidden-size", str(model.hidden_size)
     yield "ffn-hidden-size", str(model.dense_ffn_size or (model.moe.expert_ffn_size if model.moe else 0))
     yield from _ACTIVATION_FLAGS[model.activation]
+    if model.activation == "squared_relu" and model.moe is not None:
+        yield ("use-fused-weighted-squared-relu",)
     yield from _attention_flags(model)
-    yield "position-embedding-type", "rope"
+    yield "position-embedding-type", "rope" if _is_rotary(model) else "none"
     yield "max-position-embeddings", str(seq_len)
     yield "normalization", "RMSNorm"
     yield "norm-epsilon", f"{model.norm_eps:g}"
@@ -52,10 +59,67 @@ def model_flags(model: ModelSpec, seq_len: int) -> Iterator[Flag]:
     yield "vocab-size", str(model.vocab_size - 1)  # that tokenizer adds a token of its own
     yield "make-vocab-size-divisible-by", "1"
     if model.num_mtp_layers:
-        yield "mtp-num-layers", str(model.num_mtp_layers)
+        if not model.layer_pattern:  # a pattern says it
+            yield "mtp-num-layers", str(model.num_mtp_layers)
+        if model.mtp_shared:
+            yield ("mtp-use-repeated-layer",)
         yield "mtp-loss-scaling-factor", f"{model.mtp_loss_scaling_factor:g}"
     if model.moe is not None:
         yield from _moe_flags(model, model.moe)
+
+
+def is_hybrid(model: ModelSpec) -> bool:
+    """Whether Megatron-LM builds it from a pattern, by ``pretrain_hybrid.py``: layers of one block each."""
+    return bool(model.layer_pattern)
+
+
+def _layer_flags(model: ModelSpec, layout: PipelineLayout) -> Iterator[Flag]:
+    """How many layers there are, or a symbol for each, and what the layers without attention are made of."""
+    mixer = model.linear_mixer
+    if is_hybrid(model):
+        yield "hybrid-layer-pattern", _pattern(model, layout)
+        yield "spec", "megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"
+    else:
+        yield "num-layers", str(model.num_layers)
+    if isinstance(mixer, Mamba2):
+        yield from _mamba_flags(model, mixer)
+    elif mixer is not None:
+        if is_hybrid(model):
+            raise _unknown("layer_pattern", model.layer_pattern, f"attention_period for {mixer.kind}")
+        yield "experimental-attention-variant", "gated_delta_net"
+        yield "linear-attention-freq", str(model.attention_period)
+        yield "linear-conv-kernel-dim", str(mixer.conv_kernel)
+        yield "linear-key-head-dim", str(mixer.k_head_dim)
+        yield "linear-value-head-dim", str(mixer.v_head_dim)
+        yield "linear-num-key-heads", str(mixer.num_k_heads)
+        yield "linear-num-value-heads", str(mixer.num_v_heads)
+
+
+def _pattern(model: ModelSpec, layout: PipelineLayout) -> str:
+    """Symbols of the decoder's layers, | between stages, then those of each MTP depth, which the last stage runs."""
+    if model.num_mtp_layers and not layout.stages[-1].num_mtp == model.num_mtp_layers:
+        raise InvalidInputError(
+            f"layout: got {layout.text}, Megatron-LM runs MTP depths of a hybrid on the last stage, with the loss",
+            "set a layout whose last stage holds every m and the L",
+        )
+    stages = [model.layer_pattern[stage.first_layer : stage.layers.stop] for stage in layout.stages]
+    depth = "/*E" if model.moe is not None else "/*-"
+    return "|".join(stages) + depth * model.num_mtp_layers
+
+
+def _mamba_flags(model: ModelSpec, mixer: Mamba2) -> Iterator[Flag]:
+    fixed = (mixer.chunk_size, mixer.conv_kernel)
+    if not is_hybrid(model) or fixed != (MAMBA_CHUNK, MAMBA_CONV):
+        allowed = f"mamba2 in a layer_pattern, chunk_size {MAMBA_CHUNK}, conv_kernel {MAMBA_CONV}"
+        raise _unknown("linear_mixer", f"chunk_size {fixed[0]}, conv_kernel {fixed[1]}", allowed)
+    yield "mamba-num-heads", str(mixer.num_heads)
+    yield "mamba-head-dim", str(mixer.head_dim)
+    yield "mamba-state-dim", str(mixer.state_size)
+    yield "mamba-num-groups", str(mixer.num_groups)
+
+
+def _is_rotary(model: ModelSpec) -> bool:
+    return not isinstance(model.attention, GqaAttention) or model.attention.rotary
 
 
 def _attention_flags(model: ModelSpec) -> Iterator[Flag]:
@@ -66,7 +130,8 @@ def _attention_flags(model: ModelSpec) -> Iterator[Flag]:
             yield ("group-query-attention",)
             yield "num-query-groups", str(attention.num_kv_heads)
         yield "kv-channels", str(attention.head_dim)
-        yield "rotary-base", f"{model.rope_theta:g}"
+        if attention.rotary:
+            yield "rotary-base", f"{model.rope_theta:g}"
         yield from ((name,) for name, is_on in _switches(attention).items() if is_on)
         if attention.sliding_window is not None:
             yield "window-size", f"{attention.sliding_window - 1},0"
@@ -81,7 +146,11 @@ def _attention_flags(model: ModelSpec) -> Iterator[Flag]:
 
 
 def _switches(attention: GqaAttention) -> dict[str, bool]:
-    return {"qk-layernorm": attention.qk_norm, "add-qkv-bias": attention.qkv_bias and not attention.out_bias}
+    return {
+        "qk-layernorm": attention.qk_norm,
+        "add-qkv-bias": attention.qkv_bias and not attention.out_bias,
+        "attention-output-gate": attention.output_gate,
+    }
 
 
 def _has_biases(model: ModelSpec) -> bool:
@@ -133,8 +202,10 @@ def _moe_flags(model: ModelSpec, moe: Moe) -> Iterator[Flag]:
     yield "num-experts", str(moe.num_experts)
     yield "moe-ffn-hidden-size", str(moe.expert_ffn_size)
     kinds = [int(kind.mlp == "moe") for kind in model.layer_kinds]
-    if not all(kinds):
+    if not all(kinds) and not is_hybrid(model):
         yield "moe-layer-freq", "[" + ",".join(map(str, kinds)) + "]"
+    if moe.latent_size:
+        yield "moe-latent-size", str(moe.latent_size)
     if moe.shared_ffn_size:
         yield "moe-shared-expert-intermediate-size", str(moe.shared_ffn_size)
     if moe.shared_gate:

@@ -32,6 +32,8 @@ STACK_FEATURES = (
     "permute_fusion",
     "router_fusion",
     "tp_comm_overlap",
+    "bf16_last_layers",
+    "bf16_modules",
 )
 
 

@@ -45,6 +45,8 @@ FIT_CONSTANTS: tuple[FitConstant, ...] = (
     FitConstant("stop_launches", "stack", (), "launches", 0.0, 120.0, "host work at a dispatch before the next kernel"),
     FitConstant("unfused_permute_factor", "stack", (), "ratio", 1.5, 16.0, "the same without the fused kernel"),
     FitConstant("exchange_contention_frac", "stack", (), "fraction", 0.0, 0.5, "compute lost beside an exchange"),
+    # A third of an H100's memory bandwidth to all of a B200's (3.35 and 8 TB/s).
+    FitConstant("scan_bytes_per_s", "stack", (), "bytes/s", 1e12, 8e12, "most that kernels of a linear mixer move"),
     # Experts under power-law routing took 1.28 to 1.80 times the balanced time, 32 of 256 on each of 8 ranks, top 8
     # (hardware facts, section 4.5): 0.035 to 0.10.
     FitConstant("choice_spread_frac", "stack", (), "fraction", 0.035, 0.1, "spread of what experts are chosen by"),
@@ -65,7 +67,7 @@ def _value(
         number = next(getattr(one, constant.field) for name, one in profiles.items() if constant.owns(name))
     else:
         number = next(getattr(one.time, constant.field) for name, one in stacks.items() if constant.owns(name))
-    return float(number.value)
+    return constant.high if number is None else float(number.value)
 
 
 def with_values(

@@ -22,6 +22,7 @@ PINNABLE = (
     "cuda_graph", "fused_grouped_mlp", "permute_fusion", "router_fusion",
     "fp8_primary_weights", "fp8_attention", "tp_comm_overlap", "offload_layers", "offload_modules",
     "offload_optimizer_states", "optimizer_cpu_frac", "dp_replicate", "main_weight_remainders", "paired_wgrad",
+    "bf16_first_layers", "bf16_last_layers", "bf16_modules",
 )  # fmt: skip
 
 # Left free by default: memory predictions of published runs are within 2 % at the median, and allocators need room.
@@ -88,7 +89,7 @@ def parse_forbidden(text: str, flag: str) -> dict[str, tuple[Any, ...]]:
 
 def _parse_value(key: str, written: str, flag: str) -> Any:
     value: Any = written
-    if key in ("recompute", "cuda_graph", "offload_modules", "packed_lengths", "paired_wgrad"):
+    if key in ("recompute", "cuda_graph", "offload_modules", "packed_lengths", "paired_wgrad", "bf16_modules"):
         parts = [part for part in written.split("+") if part != "none"]
         value = tuple(parts if key == "packed_lengths" else sorted(parts))
     info = Plan.model_fields[key]

@@ -107,13 +107,18 @@ def _setting(model: ModelSpec, kind: ActivationKind, point: Point, stack: Softwa
         fused_attention=stack.fused_attention,
         tokens=point.tokens_per_rank,
         seq_len=point.seq_len,
-        precision=point.precision,
+        precision="bf16" if _is_bf16(kind, point) else point.precision,
         etp=point.etp,
         memory_efficient_permutation=point.memory_efficient_permutation,
         joins_output=point.cp_comm != "p2p" if point.cp > 1 else len(point.packed_lengths) > 1,
         sums_at_experts=point.dispatcher != "alltoall",
         exchanges_heads=point.cp > 1,
     )
+
+
+def _is_bf16(kind: ActivationKind, point: Point) -> bool:
+    """Whether the plan keeps a layer out of its low precision."""
+    return "mtp" in point.bf16_modules if kind == "mtp" else isinstance(kind, LayerKind) and kind.is_bf16
 
 
 @lru_cache(maxsize=16384)

@@ -19,13 +19,14 @@ def attention_ops(build: LayerBuilder, layer: int) -> list[Op]:
     attention, hidden, tokens = model.attention, model.hidden_size, shape.gathered_tokens
     width = attention.num_heads * attention.v_head_dim / shape.tp
     project = _mla_projections if isinstance(attention, MlaAttention) else _gqa_projections
+    linear = build.of_module("attention")
     return [
         build.memory("input_norm", 2 * shape.own_tokens * hidden, NORM_BACKWARD, modules=("layernorm",)),
-        *project(build),
+        *project(linear),
         *_attention_core(build, layer),
         *_output_gate(build),
-        *build.quantize("out_proj.quantize", (tokens * width, tokens * hidden), "elementwise", "before", "attention"),
-        build.gemm("out_proj", (tokens, hidden, width)),
+        *linear.quantize("out_proj.quantize", (tokens * width, tokens * hidden), "elementwise", "before", "attention"),
+        linear.gemm("out_proj", (tokens, hidden, width)),
         *build.tp_collective("reduce_scatter", "attention_reduce_scatter", hidden),
         build.memory("attention_residual", 3 * shape.own_tokens * hidden, 1 / 3),
     ]

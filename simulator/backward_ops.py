@@ -64,14 +64,18 @@ def _backward(op: Op, after: tuple[str, ...], shape: OpShape, stack: StackTime) 
             return [_attention_backward(op, name, after)]
         case "memory" | "gather":
             moved = op.backward_hbm_bytes
-            return [replace(op, name=name, phase="dgrad", hbm_bytes=moved, after=after)]
+            kernels = op.backward_num_kernels or op.num_kernels
+            return [replace(op, name=name, phase="dgrad", hbm_bytes=moved, num_kernels=kernels, after=after)]
         case "all_gather":
             return [replace(op, name=name, phase="dgrad", kind="reduce_scatter", after=after)]
         case "reduce_scatter":
             return [replace(op, name=name, phase="dgrad", kind="all_gather", after=after)]
         case "send_recv":  # keys and values pass again, with their gradients
             return [replace(op, name=name, phase="dgrad", comm_bytes=2 * op.comm_bytes, after=after)]
-        case "exchange" | "all_reduce" | "all_to_all":
+        case "exchange":
+            inside, outside = op.comm_bytes - op.forward_comm_bytes, op.network_bytes - op.forward_network_bytes
+            return [replace(op, name=name, phase="dgrad", comm_bytes=inside, network_bytes=outside, after=after)]
+        case "all_reduce" | "all_to_all":
             return [replace(op, name=name, phase="dgrad", after=after)]
 
 

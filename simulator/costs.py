@@ -74,7 +74,8 @@ def _gather(op: Op, profile: HardwareProfile) -> Cost:
 
 def _moved(op: Op, profile: HardwareProfile, efficiency_frac: float) -> Cost:
     """Bytes over the part of memory bandwidth such kernels reach, and at least the floor of each kernel."""
-    seconds = op.hbm_bytes / (profile.hbm_bytes_per_s.value * efficiency_frac)
+    rate = profile.hbm_bytes_per_s.value * efficiency_frac
+    seconds = op.hbm_bytes / min(rate, op.most_bytes_per_s or rate)
     floor_s = op.num_kernels * profile.kernel_floor_s.value
     source = profile.hbm_bytes_per_s
     error_frac = max(source.error_bar_frac, profile.hbm_efficiency_frac.error_bar_frac)

@@ -87,6 +87,18 @@ def exchange_bytes(
     return ExchangeBytes(inside, outside)
 
 
+def routing_map_bytes(moe: Moe, num_tokens: float, backend: DispatchBackend, group: Placement) -> ExchangeBytes:
+    """Bytes one rank sends so that every rank knows where all tokens go, before a dispatch and not before a combine.
+
+    HybridEP gathers a map of tokens x experts, one byte each, over all ranks (DeepEP, branch hybrid-ep, allgather.cu):
+    to the peer in each other domain, and from there to all of the domain. Others exchange counts, which are small.
+    """
+    if backend != "hybridep" or group.num_ranks == 1:
+        return ExchangeBytes(0.0, 0.0)
+    each, domains = num_tokens * moe.num_experts, group.num_domains
+    return ExchangeBytes(each * domains * (group.ranks_per_domain - 1), each * (domains - 1))
+
+
 def metadata_bytes(moe: Moe, num_tokens: float, backend: DispatchBackend, num_ranks: int) -> float:
     """Message of the all-gather, over all ranks of etp x ep, by which ranks learn where tokens go; int32.
 

@@ -21,7 +21,7 @@ class Doubt:
 def doubt(model: StepModel, point: Point) -> Doubt:
     """Doubt of one plan's step: errors weighted by seconds, because one source errs the same way everywhere."""
     weighted: list[tuple[float, Cost]] = []
-    for stage in model.stage_parts(point.layout):
+    for stage in model.stage_parts(point):
         for part, count in stage.items():
             times = count * point.num_micro_batches / point.pp
             runs = (*model.phase(point, part, "F").runs, *model.phase(point, part, "B").runs)

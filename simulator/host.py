@@ -16,11 +16,12 @@ from moeplan.vocabulary import CudaGraphScope
 # router's kernels include the preprocess.
 GRAPHED: dict[CudaGraphScope, tuple[GraphScope, ...]] = {
     "attn": ("attention",),
+    "mamba": ("mamba",),
     "mlp": ("mlp",),
     "moe_router": ("router",),
     "moe_preprocess": (),
     "moe": ("router", "moe"),
-    "full_iteration": ("attention", "router", "moe", "mlp", "outside"),
+    "full_iteration": ("attention", "mamba", "router", "moe", "mlp", "outside"),
 }
 
 

@@ -1,14 +1,14 @@
 """Makers of ops with the sizes of one layer on one rank. T tokens, h hidden size, f MLP width."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from moeplan.model_spec import ModelSpec
 from moeplan.simulator.op import GraphScope, Op, Segment
 from moeplan.simulator.op_shapes import OpShape
 from moeplan.simulator.stack import SoftwareStack
-from moeplan.vocabulary import OpFamily, RecomputeModule
+from moeplan.vocabulary import Bf16Module, OpFamily, RecomputeModule
 
 # Bytes a backward element-wise kernel moves over those of its forward: a norm reads x and dy and writes dx (3 over 2);
 # SwiGLU reads 2f + f and writes 2f (5 over 3).
@@ -22,6 +22,13 @@ class LayerBuilder:
     model: ModelSpec
     shape: OpShape
     stack: SoftwareStack
+
+    def of_module(self, module: Bf16Module) -> "LayerBuilder":
+        """The maker for that kind of linear: wider ones where the plan keeps it out of its low precision."""
+        if module not in self.shape.bf16_modules:
+            return self
+        is_mxfp8 = module == "linear_out" and self.shape.precision == "nvfp4"
+        return replace(self, shape=replace(self.shape, precision="mxfp8" if is_mxfp8 else "bf16"))
 
     def gemm_frac(self, dtype: str) -> float:
         """Rate of the stack's GEMMs of that format over the machine's readings."""

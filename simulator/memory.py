@@ -127,7 +127,7 @@ def memory_items(
 
 def _transient_items(model: ModelSpec, point: Point, stack: SoftwareStack, pp_rank: int) -> list[MemoryItem]:
     """Activations, logits and buffers of one rank."""
-    chunks = rank_chunks(model, point.layout, point.pp)[pp_rank]
+    chunks = rank_chunks(model, point.layout, point.pp, point.bf16_ends)[pp_rank]
     items = list(_activation_items(model, point, stack, pp_rank, chunks))
     logits = _logit_bytes(model, point, stack, chunks)
     items.append(MemoryItem("logits", "head", "logits", logits))
@@ -189,7 +189,7 @@ def _state_sums(
 
 def _allocated(model: ModelSpec, point: Point, stack: SoftwareStack, num_copies: int) -> list[_Rank]:
     state = _state_sums(model, point, stack, num_copies)
-    all_chunks = rank_chunks(model, point.layout, point.pp)
+    all_chunks = rank_chunks(model, point.layout, point.pp, point.bf16_ends)
     peaks = _peaks(point)
     sizes_of_chunk: dict[tuple[Chunk, float], float] = {}
     transients: dict[tuple[Chunk, ...], tuple[float, float, float]] = {}  # few kinds of ranks exist

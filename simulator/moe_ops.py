@@ -5,7 +5,15 @@ from math import log2
 from typing import Literal
 
 from moeplan.model_spec import Moe
-from moeplan.simulator.dispatch import LIBRARIES, PROBABILITY_BYTES, exchange_bytes, expected_distinct_bins, routed_load
+from moeplan.simulator.dispatch import (
+    LIBRARIES,
+    PROBABILITY_BYTES,
+    ExchangeBytes,
+    exchange_bytes,
+    expected_distinct_bins,
+    routed_load,
+    routing_map_bytes,
+)
 from moeplan.simulator.echo import clone_elements, levelled_load
 from moeplan.simulator.layer_builder import ACTIVATION_BACKWARD, NORM_BACKWARD, LayerBuilder
 from moeplan.simulator.op import Op, Segment
@@ -14,6 +22,9 @@ from moeplan.vocabulary import RecomputeModule
 # Mask, sort, index and scatter kernels of a permutation without its fused kernel. Router and preprocess: 72 kernels, 31
 # with the fused router, 17 where the flex dispatcher does the preprocess (report section 3.3).
 UNFUSED_PERMUTE_KERNELS, UNFUSED_ROUTER_KERNELS, ALLTOALL_PREPROCESS_KERNELS = 10, 72 - 31, 31 - 17
+# Beyond other recipes an expert's rows take the magnitudes of their Hadamard transform, then one cast by rows and one
+# by columns (Transformer Engine, csrc/quantizer.cpp, NVFP4Quantizer).
+NVFP4_LAUNCHES = 2
 
 
 def _shared_expert(build: LayerBuilder, moe: Moe) -> tuple[list[Op], list[Op]]:
@@ -127,6 +138,9 @@ def _exchange(build: LayerBuilder, moe: Moe, name: str, segment: Segment) -> lis
     load = _load(build)
     wait_s = 0.0 if shape.is_device_driven else build.stack.time.exchange_wait_s.value * log2(max(shape.ep, 2))
     sent = exchange_bytes(moe, shape.own_tokens * load, token_bytes, shape.backend, shape.ep_group, etp=shape.etp)
+    known = ExchangeBytes(0.0, 0.0)
+    if segment == "dispatch":
+        known = routing_map_bytes(moe, shape.own_tokens, shape.backend, shape.etp_ep_group)
     ops = []
     if shape.ep > 1 or shape.backend != "alltoall":
         ops.append(
@@ -137,8 +151,10 @@ def _exchange(build: LayerBuilder, moe: Moe, name: str, segment: Segment) -> lis
                 stream="dispatch",
                 segment=segment,
                 scope="moe",
-                comm_bytes=sent.scale_up,
-                network_bytes=sent.network,
+                comm_bytes=sent.scale_up + known.scale_up,
+                network_bytes=sent.network + known.network,
+                forward_comm_bytes=known.scale_up,
+                forward_network_bytes=known.network,
                 wait_s=wait_s,
                 backend=shape.backend,
                 group=shape.ep_group,
@@ -247,8 +263,9 @@ def _latent(build: LayerBuilder, moe: Moe, name: Literal["latent_down", "latent_
         return []
     own, hidden, latent = build.shape.own_tokens, build.model.hidden_size, moe.latent_size
     cols, inner = (latent, hidden) if name == "latent_down" else (hidden, latent)
-    quantized = build.quantize(f"{name}.quantize", (own * inner, own * cols), "elementwise", segment, "moe")
-    return [*quantized, build.gemm(name, (own, cols, inner), segment=segment, scope="moe", modules=("moe",))]
+    linear = build.of_module("latent")
+    quantized = linear.quantize(f"{name}.quantize", (own * inner, own * cols), "elementwise", segment, "moe")
+    return [*quantized, linear.gemm(name, (own, cols, inner), segment=segment, scope="moe", modules=("moe",))]
 
 
 def _experts(build: LayerBuilder, moe: Moe) -> list[Op]:
@@ -332,7 +349,9 @@ def _grouped_gemm(build: LayerBuilder, name: str, sizes: tuple[float, float, flo
     low, time = build.shape.format.quantized_bytes, build.stack.time
     in_bytes = build.shape.element_bytes if low is None else low
     is_device_driven = build.shape.fused_grouped_mlp or build.shape.is_device_driven
-    launches = time.grouped_launches_per_expert if low is None else time.quantized_launches_per_expert
+    launches = (time.grouped_launches_per_expert if low is None else time.quantized_launches_per_expert).value
+    if build.shape.precision == "nvfp4" and launches:
+        launches += NVFP4_LAUNCHES
     moved = (rows + cols) * inner * in_bytes + rows * cols * build.shape.element_bytes
     grouped = Op(
         name=name,
@@ -350,10 +369,10 @@ def _grouped_gemm(build: LayerBuilder, name: str, sizes: tuple[float, float, flo
         backend=build.stack.grouped_gemm_backend,
         rate_frac=(time.device_grouped_gemm_frac if is_device_driven else time.grouped_gemm_frac).value
         * build.gemm_frac(build.shape.format.gemm_dtype),
-        num_kernels=1 + launches.value * num_groups,
+        num_kernels=1 + launches * num_groups,
         modules=frozenset(("moe",)),
     )
     if time.grouped_gemm:
         return grouped
     rate_frac = time.grouped_gemm_frac.value * build.gemm_frac(grouped.dtype)
-    return replace(grouped, kind="gemm", rate_frac=rate_frac, num_kernels=max(1.0, launches.value) * num_groups)
+    return replace(grouped, kind="gemm", rate_frac=rate_frac, num_kernels=max(1.0, launches) * num_groups)

@@ -28,7 +28,7 @@ Bound = Literal["compute", "hbm", "network", "latency", "host"]
 Stream = Literal["compute", "dispatch", "tp", "cp"]
 # Where an op stands in the layer-pair schedule of expert-parallel overlap (report section 2.5).
 Segment = Literal["before", "dispatch", "expert", "combine", "after"]
-GraphScope = Literal["attention", "router", "moe", "mlp", "outside"]
+GraphScope = Literal["attention", "mamba", "router", "moe", "mlp", "outside"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +54,13 @@ class Op:
     gemm: ``rows`` x ``inner`` times ``inner`` x ``cols``, ``num_groups`` of them (grouped_gemm: the local
     experts), at ``rate_frac`` of the machine's dense rate (grouped_gemm: where it has no curve of ``backend``).
     attention: ``rows`` tokens x ``cols`` heads against ``seq_len`` keys, causal, at ``rate_frac`` of the machine's
-    readings. memory, gather: ``hbm_bytes`` moved.
+    readings. memory, gather: ``hbm_bytes`` moved; backward in ``backward_num_kernels``, 0: as many as forward;
+    no faster than ``most_bytes_per_s``, 0: than memory.
     ``epilogue_hbm_bytes``: moved after the products of a GEMM are done.
     Collectives: ``comm_bytes`` in the convention of CollectiveCurve, in ``num_messages`` equal ones, one after another.
     ``repeats``: not kept, so backward does it again first. exchange: ``comm_bytes`` to other ranks inside
-    the scale-up domain, ``network_bytes`` to other domains; ``wait_s`` until all its ranks have come.
+    the scale-up domain, ``network_bytes`` to other domains, of both the ``forward_`` part forward alone; ``wait_s``
+    until all its ranks have come.
     """
 
     name: str
@@ -79,14 +81,18 @@ class Op:
     flops: float = 0.0
     hbm_bytes: float = 0.0
     backward_hbm_bytes: float = 0.0
+    most_bytes_per_s: float = 0.0
     epilogue_hbm_bytes: float = 0.0
     comm_bytes: float = 0.0
     network_bytes: float = 0.0
+    forward_comm_bytes: float = 0.0
+    forward_network_bytes: float = 0.0
     wait_s: float = 0.0
     backend: str = ""
     rate_frac: float = 1.0
     group: Placement = ALONE
     num_kernels: float = 1.0
+    backward_num_kernels: float = 0.0
     num_messages: int = 1
     repeats: bool = False
     modules: frozenset[RecomputeModule] = field(default_factory=frozenset)

@@ -1,6 +1,6 @@
 """What the ops of a layer depend on, and nothing else: the key under which their costs are kept."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import Literal
 
@@ -13,6 +13,7 @@ from moeplan.simulator.stack import SoftwareStack
 from moeplan.units import DTYPE_BYTES
 from moeplan.vocabulary import (
     PRECISIONS,
+    Bf16Module,
     CpComm,
     CudaGraphScope,
     ExpertMatrix,
@@ -72,6 +73,7 @@ class OpShape:
     permute_fusion: bool
     router_fusion: bool
     fp8_attention: bool
+    bf16_modules: tuple[Bf16Module, ...]
     attention_frac: float
     tp_comm_overlap: bool
     tp_group: Placement
@@ -111,6 +113,7 @@ class OpShape:
             permute_fusion=point.permute_fusion,
             router_fusion=point.router_fusion,
             fp8_attention=point.fp8_attention,
+            bf16_modules=point.bf16_modules,
             attention_frac=_attention_frac(stack, profile),
             tp_comm_overlap=point.tp_comm_overlap,
             tp_group=groups.tp,
@@ -120,6 +123,12 @@ class OpShape:
             etp_group=groups.etp,
             etp_ep_group=groups.etp_ep,
         )
+
+    def of_layer(self, part: Part) -> "OpShape":
+        """The shape of one part's ops: a layer that stays in bf16 knows no low precision."""
+        if part.layer_kind is None or not part.layer_kind.is_bf16:
+            return self
+        return replace(self, precision="bf16", fp8_attention=False, bf16_modules=())
 
     @property
     def format(self) -> Precision:

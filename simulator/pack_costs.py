@@ -130,7 +130,7 @@ class PackCosts:
             for time in model.step_times(points)
         )
         rank = int(large.argmax())
-        for stage in model.stage_parts(plan.layout)[rank :: plan.pp]:
+        for stage in model.stage_parts(plan.point)[rank :: plan.pp]:
             for part, count in stage.items():
                 if part.layer_kind is not None:
                     self._layers[part] = self._layers.get(part, 0) + count

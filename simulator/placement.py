@@ -41,9 +41,11 @@ class Chunk(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def rank_chunks(model: ModelSpec, layout: str, pp: int) -> tuple[tuple[Chunk, ...], ...]:
-    """Chunks of every pipeline rank, by virtual stage."""
-    kinds, pipeline = model.layer_kinds, PipelineLayout.from_string(layout)
+def rank_chunks(
+    model: ModelSpec, layout: str, pp: int, bf16_ends: tuple[int, int] = (0, 0)
+) -> tuple[tuple[Chunk, ...], ...]:
+    """Chunks of every pipeline rank, by virtual stage; so many layers at either end stay in bf16."""
+    kinds, pipeline = model.kinds_with_bf16(*bf16_ends), PipelineLayout.from_string(layout)
 
     def chunk(stage: Stage) -> Chunk:
         counts = Counter(kinds[layer] for layer in stage.layers)
@@ -109,7 +111,7 @@ def _of_rank(  # noqa: PLR0917 - the three degrees, and two things to place
             groups.append(ParameterGroup("head", vocabulary))
     num_mtp = sum(stage.num_mtp for stage in stages)
     if num_mtp:
-        groups += mtp * num_mtp
+        groups += mtp * (1 if model.mtp_shared else num_mtp)
         if not has_embedding:
             groups.append(ParameterGroup("mtp", vocabulary))
     return _merged(groups)

@@ -38,6 +38,9 @@ Feature = Literal[
     "echo_slots",
     "paged_stash_factor",
     "paired_wgrad",
+    "bf16_first_layers",
+    "bf16_last_layers",
+    "bf16_modules",
 ]
 FEATURES: tuple[Feature, ...] = get_args(Feature)
 SavedTensorTable = Literal["megatron", "native", "torchtitan", "korthikanti-2022"]

@@ -7,7 +7,7 @@ from pydantic import Field
 
 from moeplan.hwprofiles.schema import DispatchBackend
 from moeplan.record import Record
-from moeplan.vocabulary import CudaGraphScope, OffloadModule, PrecisionName, RecomputeModule, Sharding
+from moeplan.vocabulary import Bf16Module, CudaGraphScope, OffloadModule, PrecisionName, RecomputeModule, Sharding
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,8 @@ class Features(Record):
     tp_comm_overlap: bool | None = None
     fp8_primary_weights: bool | None = None
     moment_dtype: Literal["fp32", "bf16"] | None = None
+    bf16_last_layers: int | None = None
+    bf16_modules: tuple[Bf16Module, ...] | None = None
 
 
 class DefaultRule(Record):

@@ -25,8 +25,9 @@ class StackTime(Record):
     )
     device_grouped_gemm_frac: Sourced = Field(description="the same of one kernel that reads shapes on the device")
     elementwise_factor: Sourced = Field(description="bytes element-wise kernels move over those of ideal fusion")
-    recurrence_factor: Sourced | None = Field(
-        default=None, description="bytes a linear mixer's recurrence moves over inputs, output and states; none: 1"
+    scan_bytes_per_s: Sourced | None = Field(
+        default=None,
+        description="most that kernels of a linear mixer move, on any machine; none: what memory gives",
     )
     permute_factor: Sourced = Field(description="bytes permutations move over one read and one write of each copy")
     unfused_permute_factor: Sourced = Field(description="the same of index and scatter kernels instead of one")

@@ -29,6 +29,8 @@ from moeplan.simulator.stack import SoftwareStack
 HOST, BUBBLE = FAMILY_INDEX["host"], FAMILY_INDEX["bubble"]
 PP_COMM, DP_COMM, OPTIMIZER = FAMILY_INDEX["pp_comm"], FAMILY_INDEX["dp_comm"], FAMILY_INDEX["optimizer"]
 Order = tuple[int, int, int, int | None]
+# A layout string, how many layers at each end stay in bf16, and whether MTP depths do.
+LayoutKey = tuple[str, int, int, bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +78,8 @@ class StepModel:
     _parts: dict[tuple[Part, OpShape], PartTime] = field(default_factory=dict)
     _forwards: dict[tuple[Part, OpShape], PhaseTime] = field(default_factory=dict)
     _saved: dict[tuple[Part, OpShape, bool], PairSaving] = field(default_factory=dict)
-    _stages: dict[str, tuple[dict[Part, int], ...]] = field(default_factory=dict)
-    _part_counts: dict[str, tuple[list[Part], Array]] = field(default_factory=dict)
+    _stages: dict[LayoutKey, tuple[dict[Part, int], ...]] = field(default_factory=dict)
+    _part_counts: dict[LayoutKey, tuple[list[Part], Array]] = field(default_factory=dict)
     _ends: dict[tuple[object, ...], tuple[StepEnds, ...]] = field(default_factory=dict)
 
     def step_times(self, points: Sequence[Point]) -> list[StepTime]:
@@ -100,6 +102,7 @@ class StepModel:
 
     def part_time(self, part: Part, shape: OpShape) -> PartTime:
         """Forward and backward of a part."""
+        shape = shape.of_layer(part)
         key = (part, shape)
         if key not in self._parts:
             ops = forward_ops(self.model, part, shape, self.stack)
@@ -116,6 +119,7 @@ class StepModel:
         """What a pair of one part's forward and backward saves by overlap."""
         if part.layer_kind is None or part.layer_kind.mlp != "moe" or not point.ep_overlap:
             return NO_SAVING
+        shape = shape.of_layer(part)
         key = (part, shape, point.delay_wgrad)
         if key not in self._saved:
             time = self.part_time(part, shape)
@@ -129,11 +133,12 @@ class StepModel:
         time = self.part_time(part, OpShape.of(point, self.stack, self.profile))
         return time.forward if kind == "F" else time.backward
 
-    def stage_parts(self, layout: str) -> tuple[dict[Part, int], ...]:
+    def stage_parts(self, point: Point) -> tuple[dict[Part, int], ...]:
         """Parts of every virtual stage with their counts."""
-        if layout not in self._stages:
-            self._stages[layout] = _stage_parts(self.model, layout)
-        return self._stages[layout]
+        key = _layout_key(point)
+        if key not in self._stages:
+            self._stages[key] = _stage_parts(self.model, *key)
+        return self._stages[key]
 
     def step_ends(self, point: Point) -> tuple[StepEnds, ...]:
         """Gradient reduction, parameter gathering and optimizer of every pipeline rank."""
@@ -155,7 +160,7 @@ class StepModel:
         comes once a step, sends and what goes to the host are left out.
         """
         shape = OpShape.of(point, self.stack, self.profile)
-        parts, counts = self._counts(point.layout)
+        parts, counts = self._counts(point)
         times = [self.part_time(part, shape) for part in parts]
         forward = counts @ np.array([one.forward.seconds for one in times])
         backward = counts @ np.array([one.backward.seconds for one in times])
@@ -170,19 +175,20 @@ class StepModel:
         jitter_frac = 0.0 if shape.is_device_driven else self.stack.time.jitter_frac.value
         return 1 + jitter_frac * log2(point.num_gpus)
 
-    def _counts(self, layout: str) -> tuple[list[Part], Array]:
+    def _counts(self, point: Point) -> tuple[list[Part], Array]:
         """The kinds of parts of a layout, and how many of each every virtual stage holds, (stages, kinds)."""
-        if layout not in self._part_counts:
-            stages = self.stage_parts(layout)
+        key = _layout_key(point)
+        if key not in self._part_counts:
+            stages = self.stage_parts(point)
             parts = list(dict.fromkeys(part for stage in stages for part in stage))
             counts = np.array([[stage.get(part, 0) for part in parts] for stage in stages], dtype=float)
-            self._part_counts[layout] = parts, counts
-        return self._part_counts[layout]
+            self._part_counts[key] = parts, counts
+        return self._part_counts[key]
 
     def _chunks(self, point: Point) -> _Chunks:
         shape = OpShape.of(point, self.stack, self.profile)
-        stages = self.stage_parts(point.layout)
-        parts, counts = self._counts(point.layout)
+        stages = self.stage_parts(point)
+        parts, counts = self._counts(point)
         times = [self.part_time(part, shape) for part in parts]
         forward = counts @ np.array([one.forward.seconds for one in times])
         backward = counts @ np.array([one.backward.seconds for one in times])
@@ -247,8 +253,19 @@ def _paired_fracs(pp: int, vp: int, num_micro_batches: int, group: int) -> Array
     return np.array(fracs * vp)
 
 
-def _stage_parts(model: ModelSpec, layout: str) -> tuple[dict[Part, int], ...]:
-    kinds = model.layer_kinds
+def _layout_key(point: Point) -> LayoutKey:
+    return point.layout, *point.bf16_ends, "mtp" in point.bf16_modules
+
+
+def _stage_parts(
+    model: ModelSpec,
+    layout: str,
+    num_first: int,
+    num_last: int,
+    has_bf16_mtp: bool,  # noqa: FBT001 - a LayoutKey
+) -> tuple[dict[Part, int], ...]:
+    kinds = model.kinds_with_bf16(num_first, num_last)
+    mtp_kind = model.mtp_kind._replace(is_bf16=has_bf16_mtp)
     like: dict[tuple[LayerKind, bool], Part] = {}
     stages = []
     for stage in PipelineLayout.from_string(layout).stages:
@@ -260,9 +277,9 @@ def _stage_parts(model: ModelSpec, layout: str) -> tuple[dict[Part, int], ...]:
             counts[like.setdefault(key, Part(kinds[layer], layer))] += 1
         if stage.num_mtp:
             last = model.num_layers - 1
-            key = (model.mtp_kind, model.is_windowed(last))
+            key = (mtp_kind, model.is_windowed(last))
             counts[Part("mtp")] += stage.num_mtp
-            counts[like.setdefault(key, Part(model.mtp_kind, last))] += stage.num_mtp
+            counts[like.setdefault(key, Part(mtp_kind, last))] += stage.num_mtp
         if stage.has_loss:  # Megatron projects and scores the hidden states of all depths there (report section 8)
             counts[Part("loss")] += 1 + model.num_mtp_layers
         stages.append(dict(counts))

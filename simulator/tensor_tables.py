@@ -205,11 +205,13 @@ _ATTENTION = (
     Row("softmax log-sum-exp", "attention", lambda z: z.heads * (z.scores == 0), "fp32", ("core_attn",)),
     Row("softmax output", "attention", lambda z: z.scores, dropped_by=("core_attn",)),
 )
-# A linear mixer keeps what its fused kernels start from: the projection, and the recurrence's output for its norm.
+# A linear mixer keeps what its kernels start from in backward: the projection, the recurrence's output before its gate
+# and after it, which is the norm's input.
 _LINEAR = (
     *_ATTENTION[:2],
     Row("linear mixer as projected", "linear_mixer", lambda z: z.linear_projection),
     Row("output of the recurrence", "linear_mixer", lambda z: z.linear_inner),
+    Row("input of the gated norm", "linear_mixer", lambda z: z.linear_inner),
     Row("input of the linear mixer's output projection", "linear_mixer", lambda z: z.linear_inner, "quantized"),
 )
 _FEED_FORWARD = (

@@ -29,7 +29,7 @@ def step_timeline(model: StepModel, point: Point) -> Timeline:
 
 
 def _ops_of(model: StepModel, point: Point, run: ChunkRun) -> Iterator[Span]:
-    parts = [part for part, count in model.stage_parts(point.layout)[run.stage].items() for _ in range(count)]
+    parts = [part for part, count in model.stage_parts(point)[run.stage].items() for _ in range(count)]
     phases = [(part.label, model.phase(point, part, run.kind)) for part in parts]
     if run.kind == "B":
         phases.reverse()

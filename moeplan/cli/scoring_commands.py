@@ -51,7 +51,7 @@ def validate(  # noqa: PLR0917 - typer: one parameter per option
 
 def fit(
     runs: Annotated[Path, typer.Argument(help="CSV of measured runs, as validate takes it.")],
-    eval_set: Annotated[str, typer.Option("--eval-set", help="Evaluation sets to fit to.")] = "moe,dense",
+    eval_set: Annotated[str, typer.Option("--eval-set", help="Evaluation sets to fit to.")] = "moe,dense,moe_hybrid",
     keep: Annotated[str, typer.Option("--filter", help="Only rows with these cells: gpu=H100.")] = "",
     out: Annotated[Path | None, typer.Option("--out", help="Folder for fitted profiles and stacks.")] = None,
     as_json: Json = False,

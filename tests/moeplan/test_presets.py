@@ -52,8 +52,17 @@ FIGURES = {
     "moonlight-16b-a3b": (15.96, 2.91, 17.153),
     "llama4-maverick": (400.71, 17.18, 102.844),
     "qwen3-vl-235b-a22b": (235.09, 22.19, 148.035),
+    "qwen3-next-80b-a3b": (79.67, 3.87, 24.476),
     "h200-fine": (3.87, 0.48, 3.045),
     "h200-coarse": (4.62, 1.45, 8.204),
+}
+# Total and active parameters in 1e9 of models whose FLOPs Megatron counts with an inner width of twice the hidden size,
+# and what their shared MTP block adds, whatever the depths: attention, experts, norms and projection by hand.
+HYBRIDS = {
+    "nemotron3-nano-30b-a3b": (31.58, 3.58, 0),
+    "nemotron3-super-120b-a12b": (120.67, 12.77, 2_942_324_736),
+    "nemotron3-ultra-550b-a55b": (549.31, 56.06, 11_215_609_856),
+    "nemotron3.5-lightning-30b-a3b": (31.58, 3.58, 1_335_325_824),
 }
 HALF_A_ROUNDING = 0.005 * (1 + 1e-9)
 
@@ -68,6 +77,15 @@ def test_presets_have_the_published_parameters_and_flops(name: str) -> None:
     assert training_flops_per_token(model, 4096) / 1e9 == pytest.approx(gflop, rel=1e-4)
 
 
+@pytest.mark.parametrize("name", sorted(HYBRIDS))
+def test_hybrids_have_the_published_parameters(name: str) -> None:
+    model = load_model(name)
+    total_b, active_b, depth = HYBRIDS[name]
+    assert total_parameters(model) / 1e9 == pytest.approx(total_b, rel=1e-3, abs=HALF_A_ROUNDING)
+    assert active_parameters(model) / 1e9 == pytest.approx(active_b, rel=1e-3, abs=HALF_A_ROUNDING)
+    assert total_parameters(model, with_mtp=True) - total_parameters(model) == depth
+
+
 # Parameters in billions of the benchmark models, by hand: layers x (attention + experts x 3 x hidden x width) + heads.
 BENCHMARKS = {"h200-fine": 3.87, "h200-coarse": 4.62, "h200-deepseek": 4.02}
 
@@ -78,7 +96,7 @@ def test_benchmark_models_have_the_size_they_are_for(name: str) -> None:
 
 
 def test_every_preset_is_checked_and_named_after_its_file() -> None:
-    assert set(model_names()) == set(FIGURES) | {"tiny-moe"} | set(BENCHMARKS)
+    assert set(model_names()) == set(FIGURES) | set(HYBRIDS) | {"tiny-moe"} | set(BENCHMARKS)
     for name in model_names():
         model = load_model(name)
         assert model.name == name

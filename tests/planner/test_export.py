@@ -1,5 +1,6 @@
 """Exporters over every preset: each model either has its flags or is refused with the key."""
 
+import re
 from typing import Any
 
 import pytest
@@ -20,9 +21,8 @@ def job(**changes: object) -> ExportJob:
     return ExportJob(plan, RunConfig(), load_profile(plan.hardware))
 
 
-# Experts with biases, GeGLU, or YaRN outside of latent attention; hybrids.
-HYBRIDS = {name for name in model_names() if load_model(name).linear_mixer is not None}
-NOT_IN_MEGATRON = {"gpt-oss-120b", "gpt-oss-20b", "grok1-314b", *HYBRIDS}
+# Experts with biases, GeGLU, or YaRN outside of latent attention.
+NOT_IN_MEGATRON = {"gpt-oss-120b", "gpt-oss-20b", "grok1-314b"}
 
 
 @pytest.mark.parametrize("name", model_names())
@@ -34,7 +34,42 @@ def test_every_preset_has_flags_or_a_reason(name: str) -> None:
     (script,) = export(job(model=load_model(name)), "megatron-lm").values()
     flags = [line.split()[0] for line in script.splitlines() if line.startswith("  --")]
     assert len(flags) == len(set(flags)), "a flag is given twice"
-    assert "--num-layers" in flags
+    assert ("--hybrid-layer-pattern" if load_model(name).layer_pattern else "--num-layers") in flags
+
+
+def test_a_hybrid_is_a_pattern_that_says_its_stages() -> None:
+    model = load_model("nemotron3-super-120b-a12b")
+    changes: dict[str, object] = {"precision": "nvfp4", "hardware": "gb200", "ep": 8, "stack": "megatron-bridge-26.08"}
+    changes |= {"bf16_last_layers": 14, "bf16_modules": ("linear_out", "mtp")}
+    one = job(model=model, layout="Et*88mmL", **changes)
+    files = export(one, "megatron-lm")
+    assert "  pretrain_hybrid.py \\" in files["pretrain.sh"]
+    for flag in (
+        f"--hybrid-layer-pattern '{model.layer_pattern}/*E/*E'",
+        "--mamba-num-heads 128",
+        "--moe-latent-size 1024",
+        "--mtp-use-repeated-layer",
+        "--position-embedding-type none",
+        "--num-layers-at-end-in-bf16 14",
+        "--te-precision-config-file wide_modules.yaml",
+    ):
+        assert f"  {flag}" in files["pretrain.sh"]
+    wide = files["wide_modules.yaml"]
+    assert re.findall(r'pattern: "(\S+)"\n +config: "(\w+)"', wide) == [
+        ("*mixer.out_proj", "mxfp8"),
+        ("*mtp.layers.*", "bf16"),
+    ]
+    halves = job(model=model, num_gpus=16, pp=2, layout="Et*44|t*44mmL", **changes)
+    pattern = f"{model.layer_pattern[:44]}|{model.layer_pattern[44:]}/*E/*E"
+    assert f"--hybrid-layer-pattern '{pattern}'" in export(halves, "megatron-lm")["pretrain.sh"]
+    with pytest.raises(InvalidInputError, match="runs MTP depths of a hybrid on the last stage"):
+        export(job(model=model, num_gpus=16, pp=2, layout="Et*88mm|L", **changes), "megatron-lm")
+
+
+def test_a_gated_delta_net_has_flags_of_its_own() -> None:
+    script = export(job(model=load_model("qwen3-next-80b-a3b")), "megatron-lm")["pretrain.sh"]
+    for flag in ("experimental-attention-variant gated_delta_net", "linear-attention-freq 4", "attention-output-gate"):
+        assert f"  --{flag}" in script
 
 
 @pytest.mark.parametrize(
@@ -107,6 +142,9 @@ OTHERWISE: dict[str, object] = {
     "router_fusion": False,
     "fp8_primary_weights": True,
     "fp8_attention": True,
+    "bf16_first_layers": 1,
+    "bf16_last_layers": 1,
+    "bf16_modules": ("attention",),
     "tp_comm_overlap": True,
     "offload_layers": 1,
     "offload_modules": ("expert_fc1",),

@@ -67,6 +67,9 @@ VALUES = {
     "dp_replicate": (2,),
     "main_weight_remainders": ("true",),
     "paired_wgrad": ("expert_fc1", "expert_fc1+expert_fc2"),
+    "bf16_first_layers": (1,),
+    "bf16_last_layers": (1,),
+    "bf16_modules": ("attention",),
 }
 PINS = tuple(f"{key}={value}" for key, values in VALUES.items() for value in values)
 # Pins that need another one to be legal at all.
@@ -84,6 +87,9 @@ BESIDE = {
     "layout": "pp=8,vp=6",
     "vp": "pp=2",
     "dp_replicate": "ep=4,etp=1",
+    "bf16_first_layers": "precision=fp8_current",
+    "bf16_last_layers": "precision=fp8_current",
+    "bf16_modules": "precision=fp8_current",
 }
 
 

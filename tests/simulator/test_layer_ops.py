@@ -1,6 +1,7 @@
 """Ops of a whole model: their FLOPs are the model's, on any folding; backward and recompute add what they should."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -39,7 +40,7 @@ def plan_of(model: ModelSpec, **degrees: object) -> Plan:
 def model_ops(plan: Plan) -> list[tuple[list[Op], int]]:
     """Forward ops of every part of a model with the number of such parts."""
     counts: Counter[Part] = Counter()
-    for stage in StepModel(plan.model, STACK, PROFILE).stage_parts(plan.layout):
+    for stage in StepModel(plan.model, STACK, PROFILE).stage_parts(plan.point):
         counts.update(stage)
     shape = OpShape.of(plan.point, STACK, PROFILE)
     return [(forward_ops(plan.model, part, shape, STACK), count) for part, count in counts.items()]
@@ -167,9 +168,9 @@ def test_older_attention_kernels_run_before_blackwell_alone(hardware: str, slowe
 
 def test_every_layout_symbol_becomes_a_part() -> None:
     model = load_model("deepseek-v3")
-    layout = balanced_layout(model, 16)
+    point = replace(plan_of(model).point, layout=balanced_layout(model, 16).text)
     counts: Counter[str] = Counter()
-    for stage in StepModel(model, STACK, PROFILE).stage_parts(layout.text):
+    for stage in StepModel(model, STACK, PROFILE).stage_parts(point):
         for part, count in stage.items():
             counts[part.label] += count
     assert counts == {"embedding": 1, "dense": 3, "moe": 59, "mtp": 1, "loss": 2}
@@ -177,7 +178,9 @@ def test_every_layout_symbol_becomes_a_part() -> None:
 
 def test_the_heads_of_mtp_depths_run_where_the_loss_is() -> None:
     """Report section 8: an MTP depth costs a layer and a head; Megatron scores all depths in the last stage."""
-    *_, mtp, last = StepModel(load_model("deepseek-v3"), STACK, PROFILE).stage_parts("Et*3|(tt|)*29m|L")
+    model = load_model("deepseek-v3")
+    point = replace(plan_of(model).point, layout="Et*3|(tt|)*29m|L")
+    *_, mtp, last = StepModel(model, STACK, PROFILE).stage_parts(point)
     assert {part.label: count for part, count in mtp.items()} == {"mtp": 1, "moe": 1}
     assert last == {Part("loss"): 2}
 
