@@ -155,7 +155,7 @@ def _primary_weight_limits(plan: Plan) -> Iterator[tuple[str, object, str, str]]
 def _model_limits(model: ModelSpec, etp: int) -> Iterator[tuple[str, object, str, str]]:
     moe = model.moe
     if model.mtp_shared:
-        yield "model.mtp_shared", True, "depths with weights of their own in what is trained", "predict such plans only"
+        yield "model.mtp_shared", True, "depths with weights of their own in what is trained", "set mtp_shared = false"
     if moe is not None and moe.mlp_bias and model.expert_hidden_size % etp:
         allowed = f"expert biases where etp divides the {model.expert_hidden_size} channels of experts' rows"
         yield "etp", etp, allowed, "lower etp"

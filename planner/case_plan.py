@@ -106,7 +106,7 @@ def plan_of_case(row: PublishedRow, setting: CaseSetting, stack: SoftwareStack, 
     if setting.model.moe is not None:
         if not row.text("ep"):
             raise CellError("ep", f"not stated, and {setting.model.name} has experts")
-        fields |= _moe_fields(row, features, backend or "alltoall", sizes)
+        fields |= _moe_fields(row, features, backend or "alltoall", sizes, setting.model)
     return validate(Plan, fields, "plan")
 
 
@@ -256,11 +256,14 @@ def _sharding(row: PublishedRow, features: Features, stack: SoftwareStack, preci
     }
 
 
-def _moe_fields(row: PublishedRow, features: Features, backend: str, sizes: dict[str, int]) -> dict[str, Any]:
+def _moe_fields(
+    row: PublishedRow, features: Features, backend: str, sizes: dict[str, int], model: ModelSpec
+) -> dict[str, Any]:
     written, notes, expected = row.text("dispatcher"), row.text("optimizer/sharding"), row.text("expected")
     asked = "EP overlap" in written
     is_open = written in ("", "recipe") or written.startswith("recipe ")
     can_overlap = sizes["ep"] > 1 and (sizes["pp"] == 1 or sizes["vp"] > 1) and "FSDP" not in notes
+    can_overlap = can_overlap and model.num_mtp_layers <= 1
     graphs: tuple[str, ...] = features.cuda_graph or ()
     if not is_open:
         stated_full = "full_iteration" in graphs and backend == "hybridep"

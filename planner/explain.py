@@ -25,6 +25,7 @@ OVERLAPS = (
     *("ep_overlap", "delay_wgrad", "shared_expert_overlap", "tp_comm_overlap"),
     *("overlap_grad_reduce", "overlap_param_gather"),
 )
+NOTHING_IN_BF16: dict[str, Any] = {"bf16_first_layers": 0, "bf16_last_layers": 0, "bf16_modules": ()}
 DEGREES = ("tp", "cp", "pp", "etp", "ep", "mbs")
 
 
@@ -62,8 +63,9 @@ def critical_phases(plan: Plan, profile: HardwareProfile, stack: SoftwareStack) 
     found: dict[str, CriticalPhase] = {}
     parts = {part for stage in model.stage_parts(plan.point) for part in stage if part.layer_kind is not None}
     for part in sorted(parts, key=lambda one: (one.label, one.layer)):
-        time, ops = model.part_time(part, shape), forward_ops(plan.model, part, shape, stack)
-        backward = backward_ops(ops, shape, stack.time)
+        its_shape = shape.of_layer(part)
+        time, ops = model.part_time(part, its_shape), forward_ops(plan.model, part, its_shape, stack)
+        backward = backward_ops(ops, its_shape, stack.time)
         for phase, one, its_ops in (("forward", time.forward, ops), ("backward", time.backward, backward)):
             critical = CriticalPhase(part.label, phase, one.seconds, critical_path(one, its_ops))
             found.setdefault(f"{part.label} {phase}", critical)
@@ -77,7 +79,7 @@ def neighbours(plan: Plan, profile: HardwareProfile, stack: SoftwareStack) -> li
 
 def ablations(plan: Plan, profile: HardwareProfile, stack: SoftwareStack) -> list[Variant]:
     """The plan without one technique at a time, each where the plan has it; what depends on it goes too."""
-    low_precision = {"precision": "bf16", "fp8_primary_weights": False, "fp8_attention": False}
+    low_precision = {"precision": "bf16", "fp8_primary_weights": False, "fp8_attention": False, **NOTHING_IN_BF16}
     changes: tuple[tuple[str, bool, dict[str, Any]], ...] = (
         ("without overlap", any(getattr(plan, key) for key in OVERLAPS), dict.fromkeys(OVERLAPS, False)),
         ("without low precision", PRECISIONS[plan.precision].quantized_bytes is not None, low_precision),

@@ -11,7 +11,7 @@ from moeplan.model_spec import MOE_LAYER, ModelSpec, Moe
 from moeplan.plan import Plan
 from moeplan.presets import load_model
 from moeplan.simulator.backward_ops import backward_ops
-from moeplan.simulator.dispatch import busiest_rank, exchange_bytes, routed_load
+from moeplan.simulator.dispatch import busiest_rank, exchange_bytes, routed_load, routing_map_bytes
 from moeplan.simulator.layer_ops import forward_ops
 from moeplan.simulator.layer_state import expert_row_factor
 from moeplan.simulator.op import Op
@@ -26,7 +26,7 @@ FLEX: dict[str, Any] = {"dispatcher": "flex", "flex_backend": "torch"}
 
 def plan_of(model: ModelSpec = QWEN, **changes: Any) -> Plan:
     fields = {"num_gpus": 16, "seq_len": 4096, "global_batch_size": 64, "ep": 16, "stack": "native"}
-    return Plan(model=model, hardware="h100", **(fields | changes))
+    return Plan(model=model, **({"hardware": "h100"} | fields | changes))
 
 
 def moe_ops_of(plan: Plan) -> list[Op]:
@@ -152,3 +152,30 @@ def test_biased_experts_keep_natural_routing_level_in_memory_too() -> None:
     model = capped(expert_bias=True)
     plan, even = plan_of(model, routing="natural"), plan_of(model)
     assert expert_row_factor(model, plan.point, STACK) == expert_row_factor(model, even.point, STACK)
+
+
+def test_hybridep_gathers_where_all_tokens_go_before_a_dispatch_alone() -> None:
+    """A byte for each token and expert: to the peers of other domains, and from there to all ranks of the own one."""
+    bridge = load_stack("megatron-bridge-26.08")
+    plan = plan_of(stack=bridge.name, dispatcher="flex", flex_backend="hybridep")
+    shape = OpShape.of(plan.point, bridge, PROFILE)
+    forward = {op.name: op for op in forward_ops(plan.model, Part(MOE_LAYER), shape, bridge)}
+    backward = {op.name: op for op in backward_ops(list(forward.values()), shape, bridge.time)}
+    each = 4096 * 128
+    assert QWEN.moe is not None
+    known = routing_map_bytes(QWEN.moe, 4096, "hybridep", shape.etp_ep_group)
+    assert (known.scale_up, known.network) == (2 * 7 * each, each)
+    assert forward["dispatch"].comm_bytes - forward["combine"].comm_bytes == pytest.approx(known.scale_up)
+    assert forward["dispatch"].network_bytes - forward["combine"].network_bytes == pytest.approx(known.network)
+    assert backward["dispatch.dgrad"].comm_bytes == pytest.approx(forward["combine"].comm_bytes)
+    assert routing_map_bytes(QWEN.moe, 4096, "deepep", shape.etp_ep_group).scale_up == 0
+
+
+def test_nvfp4_issues_two_more_kernels_an_expert() -> None:
+    bridge, b200 = load_stack("megatron-bridge-26.08"), load_profile("b200")
+    kernels = []
+    for precision in ("mxfp8", "nvfp4"):
+        plan = plan_of(hardware="b200", stack=bridge.name, precision=precision)
+        ops = forward_ops(plan.model, Part(MOE_LAYER), OpShape.of(plan.point, bridge, b200), bridge)
+        kernels.append(next(op.num_kernels for op in ops if op.name == "expert_fc1"))
+    assert kernels[1] - kernels[0] == 2 * 128 / 16
