@@ -127,6 +127,7 @@ def fields(values: HfValues) -> dict[str, Any]:
         "dense_ffn_size": values.integer("intermediate_size") if "-" in pattern else 0,
         "moe": _experts(values) if "E" in pattern else None,
         "num_mtp_layers": depths,
+        "mtp_shared": depths > 0 and values.flag("mtp_use_repeated_layer", default=False),
     }
 
 
@@ -211,7 +212,7 @@ def config_of(model: ModelSpec) -> dict[str, Any]:
         "num_nextn_predict_layers": model.num_mtp_layers,
     }
     if model.num_mtp_layers:
-        config["mtp_hybrid_override_pattern"] = _DEPTH
+        config |= {"mtp_hybrid_override_pattern": _DEPTH, "mtp_use_repeated_layer": model.mtp_shared}
     if isinstance(attention, GqaAttention):
         config |= {
             "num_attention_heads": attention.num_heads,

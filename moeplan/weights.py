@@ -22,7 +22,8 @@ def _weights(model: ModelSpec) -> Shapes:
     if not model.tied_embeddings:
         yield "head.weight", (model.vocab_size, hidden)
     yield "final_norm.weight", (hidden,)
-    kinds = [*model.layer_kinds, *[model.mtp_kind] * model.num_mtp_layers]
+    depths = min(model.num_mtp_layers, 1) if model.mtp_shared else model.num_mtp_layers
+    kinds = [*model.layer_kinds, *[model.mtp_kind] * depths]
     for layer, kind in enumerate(kinds):
         name = f"layers.{layer}"
         if layer >= model.num_layers:

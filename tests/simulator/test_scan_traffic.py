@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from moeplan.hwprofiles.load import load_profile
 from moeplan.hwprofiles.schema import HardwareProfile, Sourced
-from moeplan.legality import mixer_violations
 from moeplan.mixers import GatedDeltaNet, Mamba2
 from moeplan.model_spec import LayerKind, ModelSpec
 from moeplan.plan import Plan
@@ -130,17 +129,7 @@ def test_two_depths_with_shared_weights_weigh_one() -> None:
 @given(st.integers(0, 6), st.integers(0, 6), st.integers(0, 4), st.integers(0, 4))
 def test_heads_are_split_only_where_they_divide(heads: int, groups: int, tp: int, cp: int) -> None:
     mixer = Mamba2(num_heads=2 ** max(heads, groups), head_dim=4, state_size=4, num_groups=2**groups)
-    is_legal = not list(mixer_violations(mixer, 2**tp, 2**cp))
-    assert is_legal == (tp <= groups and tp + cp <= max(heads, groups))
-
-
-def test_dynamic_cp_is_refused_where_the_longest_documents_take_too_many_ranks() -> None:
-    lengths = {"document_lengths": (8192,) * 64, "dynamic_cp": True, "global_batch_size": 64, "cp": 1}
-    with pytest.raises(
-        ValueError, match="the longest documents take 64 ranks: tp 1 x cp 64 does not divide the 16 key"
-    ):
-        plan_of("qwen3-next-80b-a3b", **lengths)
-    assert plan_of("qwen3-next-80b-a3b", num_gpus=16, ep=16, **lengths).dynamic_cp
+    assert mixer.splits_over(2**tp, 2**cp) == (tp <= groups and tp + cp <= max(heads, groups))
 
 
 def test_recipes_name_what_stays_in_bf16() -> None:
