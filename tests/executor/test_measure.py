@@ -1,3 +1,4 @@
+import statistics
 import time
 
 import pytest
@@ -20,10 +21,10 @@ def test_untimed_steps_are_left_out_and_the_median_counts() -> None:
     for pause_s in (0.05, 0.01, 0.02, 0.011):
         with timer.step():
             time.sleep(pause_s)
-    assert len(timer.all_times_s) == 4
-    assert len(timer.times_s) == 3
-    assert 0.011 <= timer.step_s < 0.02
-    assert timer.all_times_s[0] >= 0.05
+    pauses_s = zip((0.05, 0.01, 0.02, 0.011), timer.all_times_s, strict=True)
+    assert all(pause_s <= time_s for pause_s, time_s in pauses_s)
+    assert timer.times_s == tuple(timer.all_times_s[1:])
+    assert timer.step_s == statistics.median(timer.times_s)  # what a busy machine adds is in both
 
 
 def test_no_timed_step_is_an_error_that_says_so() -> None:
