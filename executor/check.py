@@ -49,6 +49,9 @@ def _plan_limits(plan: Plan) -> Iterator[tuple[str, object, str, str]]:
         yield "offload_modules", list(plan.offload_modules), allowed, "use offload_layers, or precision bf16"
     if plan.fp8_primary_weights:
         yield from _primary_weight_limits(plan)
+    if plan.model.mtp_shared and sum(stage.num_mtp > 0 for stage in plan.pipeline.stages) > 1:
+        allowed = "MTP depths that share their weights in one stage"
+        yield "layout", plan.pipeline.text, allowed, "put all m of the layout into one stage"
     for key in _DEFAULT_ONLY:
         got, default = getattr(plan, key), Plan.model_fields[key].default
         if got != default:
@@ -123,6 +126,16 @@ def check_places(plan: Plan, run: RunConfig) -> None:
             )
 
 
+def check_shared_depths(plan: Plan, run: RunConfig) -> None:
+    """Raise InvalidInputError where experts are set by micro-batch for a router that several depths run in each."""
+    for key in ("force_balance", "record_routing", "replay_routing"):
+        if plan.model.mtp_shared and plan.model.num_mtp_layers > 1 and getattr(run, key):
+            raise InvalidInputError(
+                f"{key}: got {getattr(run, key)} with mtp_shared, whose depths ask one router for each micro-batch",
+                f"leave {key} out, or train with num_mtp_layers = 1",
+            )
+
+
 def check_graph(plan: Plan, run: RunConfig) -> None:
     """Raise InvalidInputError where the run looks at the routing of a micro-batch that a CUDA graph hides."""
     for key in ("force_balance", "record_routing", "replay_routing"):
@@ -154,8 +167,6 @@ def _primary_weight_limits(plan: Plan) -> Iterator[tuple[str, object, str, str]]
 
 def _model_limits(model: ModelSpec, etp: int) -> Iterator[tuple[str, object, str, str]]:
     moe = model.moe
-    if model.mtp_shared:
-        yield "model.mtp_shared", True, "depths with weights of their own in what is trained", "set mtp_shared = false"
     if moe is not None and moe.mlp_bias and model.expert_hidden_size % etp:
         allowed = f"expert biases where etp divides the {model.expert_hidden_size} channels of experts' rows"
         yield "etp", etp, allowed, "lower etp"

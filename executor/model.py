@@ -96,10 +96,11 @@ class ModelStage(nn.Module):
         has_norm = ends_decoder if model.num_mtp_layers else self.stage.has_loss
         self.final_norm = table.add_norm("final_norm.weight", model.hidden_size) if has_norm else None
         self.first_depth = 1 + sum(stage.num_mtp for stage in stages[:index])  # hidden states that arrive here
-        first_mtp = model.num_layers + self.first_depth - 1
-        self.mtp = nn.ModuleList(
-            MtpLayer(plan, layer, mesh, table) for layer in range(first_mtp, first_mtp + self.stage.num_mtp)
-        )
+        # One module a depth, or one that all depths run.
+        first_mtp, num_mtp = model.num_layers + self.first_depth - 1, self.stage.num_mtp
+        if model.mtp_shared:
+            first_mtp, num_mtp = model.num_layers, min(num_mtp, 1)
+        self.mtp = nn.ModuleList(MtpLayer(plan, layer, mesh, table) for layer in range(first_mtp, first_mtp + num_mtp))
 
     def forward(self, batch: MicroBatch, received_PLH: Tensor | None) -> Tensor:
         """Hidden states for the stage after this, or the loss [P] of each depth summed over the tp group's tokens."""
@@ -124,10 +125,10 @@ class ModelStage(nn.Module):
             if self.final_norm is not None:
                 with scope("elementwise"):
                     hidden[0] = rms_norm(hidden[0], self.final_norm, self.eps)
-            for depth, layer in enumerate(self.mtp, self.first_depth):
-                index = self.first_layer + self.stage.num_layers + depth - self.first_depth
+            for number in range(self.stage.num_mtp):
+                layer, depth = self.mtp[number % len(self.mtp)], self.first_depth + number
                 run = partial(layer, self._embed(batch.tokens[depth]), layout=batch.layout)
-                hidden.append(self.run_layer(index, run, hidden[-1]))
+                hidden.append(self.run_layer(self.first_layer + self.stage.num_layers + number, run, hidden[-1]))
         return hidden
 
     def run_layer(self, index: int, run: Callable[[Tensor], Tensor], x_LH: Tensor) -> Tensor:

@@ -23,7 +23,8 @@ from moeplan.plan import Plan
 class MtpLayer(nn.Module):
     """Normed embedding and hidden state of the depth before, side by side, through a projection, a layer and a norm.
 
-    Its parameters are named as decoder layer ``layer`` (num_layers and up), as DeepSeek's checkpoints have it.
+    Its parameters are named as decoder layer ``layer`` (num_layers and up), as DeepSeek's checkpoints have it; depths
+    that share them run one such module, the first.
     """
 
     def __init__(self, plan: Plan, layer: int, mesh: Mesh, table: ParameterTable) -> None:

@@ -11,6 +11,7 @@ from moeplan.executor.check import (
     check_init_from,
     check_places,
     check_run,
+    check_shared_depths,
     check_supported,
     check_world,
 )
@@ -41,6 +42,7 @@ def check_start(plan: Plan, run: RunConfig, num_processes: int, out: Path) -> No
     check_run(run)
     check_graph(plan, run)
     check_places(plan, run)
+    check_shared_depths(plan, run)
     run_files(run, plan.seq_len)
     check_export(plan, run)
     check_init_from(plan, run)

@@ -210,7 +210,8 @@ def _attach_step_end(stage: ModelStage, used: Mapping[int, list[FlatBuffer]], sh
     # packs documents anew is not known here.
     is_early = plan.overlap_grad_reduce and not plan.delay_wgrad and not plan.dynamic_cp
     num = plan.num_micro_batches if is_early else 0
-    num_backwards = [(layer, num) for layer in stage_layers(stage)]
+    uses = stage.stage.num_mtp // max(1, len(stage.mtp))  # of a module that all MTP depths run
+    num_backwards = [*((layer, num) for layer in stage.layers), *((layer, num * uses) for layer in stage.mtp)]
     if stage.head_loss is not None:
         num_depths = 1 + plan.model.num_mtp_layers
         num_backwards.append((stage.head_loss, 0 if id(stage.head_loss) in shared else num * num_depths))

@@ -73,6 +73,8 @@ def _comparable(model: ModelSpec) -> dict[str, Any]:
         if router["num_groups"] == 1:
             router |= {"top_groups": 1, "group_score_experts": None}
     data["attention_period"] = min(model.attention_period, model.num_layers + 1)  # beyond, no layer attends
+    if model.mtp_shared:  # a checkpoint has one depth, however often it is run
+        data |= {"mtp_shared": False, "num_mtp_layers": min(model.num_mtp_layers, 1)}
     if not model.has_dense_mlp:
         data["dense_ffn_size"] = 0  # a width that no layer has
     return data

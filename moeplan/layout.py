@@ -143,11 +143,13 @@ def balanced_layout(model: ModelSpec, num_stages: int, head_weight: float = HEAD
     ``head_weight``: a head and its loss, in MoE layers. Raises InvalidInputError with more stages than layers.
     """
     kinds = model.layer_kinds
-    symbols = "E" + "t" * len(kinds) + "m" * model.num_mtp_layers + "L"
+    num_together = model.num_mtp_layers if model.mtp_shared else 1  # depths that share their weights stay in one stage
+    num_mtp = model.num_mtp_layers // max(1, num_together)
+    symbols = ["E", *"t" * len(kinds), *["m" * num_together] * num_mtp, "L"]
     weights = [
         EMBEDDING_WEIGHT,
         *(_layer_weight(model, kind) for kind in kinds),
-        *[MTP_WEIGHT] * model.num_mtp_layers,
+        *[MTP_WEIGHT * num_together] * num_mtp,
         head_weight * (1 + model.num_mtp_layers),
     ]
     if num_stages > len(kinds) + 2:
@@ -162,7 +164,7 @@ def balanced_layout(model: ModelSpec, num_stages: int, head_weight: float = HEAD
     cuts = _cut(weights, num_stages, caps[best])
     if cuts is None:  # cannot happen: one stage holding all but a layer a stage always fits the largest cap
         raise AssertionError(f"no layout of {model.name} in {num_stages} stages")
-    parts = [symbols[start:end] for start, end in pairwise(cuts)]
+    parts = ["".join(symbols[start:end]) for start, end in pairwise(cuts)]
     return PipelineLayout.from_string("|".join(parts))
 
 

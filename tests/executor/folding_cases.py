@@ -140,6 +140,7 @@ MODELS = {
     "padded": _dropping(pad=True),
     "step-balanced": STEP_BALANCED,
     "nemotron": NEMOTRON,
+    "shared-depths": NEMOTRON.model_copy(update={"num_mtp_layers": 2, "mtp_shared": True}),
 }
 
 

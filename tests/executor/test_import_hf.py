@@ -35,6 +35,7 @@ DEEPSEEK, GPT_OSS, QWEN_NEXT = of_family("deepseek_v3"), of_family("gpt_oss"), o
 WITH_MTP = DEEPSEEK.model_copy(update={"num_mtp_layers": 1})
 NEXT_WITH_MTP = QWEN_NEXT.model_copy(update={"num_mtp_layers": 1})
 NEMOTRON = of_family("nemotron_h").model_copy(update={"num_mtp_layers": 2})
+SHARED = NEMOTRON.model_copy(update={"name": "shared-depths", "mtp_shared": True})
 
 
 @pytest.fixture(scope="module")
@@ -164,6 +165,19 @@ def test_depths_of_nemotron_lie_two_layers_each_under_mtp() -> None:
         "layers.7.shared_expert.up.weight": "mtp.layers.3.mixer.shared_experts.up_proj.weight",
     }
     assert {ours: places[ours][0].name for ours in expected} == expected
+
+
+def test_a_checkpoint_of_one_depth_begins_a_run_of_several_that_share_it(tmp_path: Path) -> None:
+    one = NEMOTRON.model_copy(update={"num_mtp_layers": 1})
+    saved = parts_of(save(one, tmp_path))
+    plan = tiny_plan(SHARED, 1, precision="fp32")
+    check_init_from(plan, RunConfig(init_from=str(tmp_path)))
+    again = Transformer(plan, build_mesh(plan.folding, 0), 7, torch.device("cpu"), HfWeights(open_folder(tmp_path)))
+    for (name, _, values), (other, _, read) in zip(saved, parts_of(again), strict=True):
+        assert name == other
+        torch.testing.assert_close(values, read, rtol=0, atol=0, msg=name)
+    with pytest.raises(InvalidInputError, match="num_mtp_layers is 1 there and 2 in the plan"):
+        check_init_from(tiny_plan(NEMOTRON, 1), RunConfig(init_from=str(tmp_path)))
 
 
 def test_mtp_depths_may_be_left_out(tmp_path: Path) -> None:

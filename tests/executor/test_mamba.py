@@ -7,14 +7,16 @@ import torch
 from torch.nn import functional as F
 
 from moeplan.errors import InvalidInputError
-from moeplan.executor.check import check_supported
+from moeplan.executor.check import check_shared_depths, check_supported
 from moeplan.executor.mamba import Mamba
 from moeplan.executor.mesh import build_mesh
 from moeplan.executor.model import Transformer
 from moeplan.kernels.ssd_reference import SsdHeads, SsdTokens, ssd
+from moeplan.layout import balanced_layout
 from moeplan.mixers import Mamba2
+from moeplan.run_config import RunConfig
 from tests.executor.cases import run_steps, tiny_plan
-from tests.executor.folding_cases import NEMOTRON, RUN, STEPS, alone, assert_equals_alone, quick_and_slow
+from tests.executor.folding_cases import MODELS, NEMOTRON, RUN, STEPS, alone, assert_equals_alone, quick_and_slow
 from tests.executor.pools import Pools
 
 DOCUMENTS = {"packed_lengths": (4, 8, 4)}
@@ -37,6 +39,10 @@ SLOW: dict[str, tuple[int, str, dict[str, Any]]] = {
         {"ep": 2, "offload_layers": 4, "dispatcher": "flex", "flex_backend": "torch"},
     ),
     "clones and pages": (2, "nemotron", {"ep": 2, "echo_slots": 1, "paged_stash_factor": 1.5}),
+    "one block for all depths, ep2": (2, "shared-depths", {"ep": 2}),
+    "one block for all depths, full sharding": (2, "shared-depths", {"sharding": "full", "recompute": ("full",)}),
+    "one block for all depths, pp2": (2, "shared-depths", {"pp": 2, "layout": "Ettttt|tmmL"}),
+    "one block for all depths, tp2 cp2": (4, "shared-depths", {"tp": 2, "cp": 2, "ep": 2, "offload_layers": 5}),
     "tp2 cp2 pp2, ep2": (8, "nemotron", {"tp": 2, "cp": 2, "pp": 2, "ep": 2, "layout": "Ettt|tttmL"}),
 }
 
@@ -93,6 +99,43 @@ def test_rates_and_time_steps_begin_as_published_and_do_not_decay() -> None:
     for name in ("log_rate", "time_step.bias", "skip", "norm.weight", "value_conv.bias"):
         assert not names[name].is_decayed, name
     assert names["gate.weight"].is_decayed
+
+
+def test_depths_that_share_a_block_are_depths_of_equal_weights() -> None:
+    shared = tiny_plan(MODELS["shared-depths"], 1)
+    apart = tiny_plan(shared.model.model_copy(update={"mtp_shared": False}), 1)
+    cpu, mesh = torch.device("cpu"), build_mesh(shared.folding, 0)
+    one = Transformer(shared, mesh, 7, cpu)
+    values = {entry.pieces[0].name: entry.parameter.detach() for entry in one.table.entries}
+    two = Transformer(apart, mesh, 8, cpu)
+    for entry in two.table.entries:
+        name = entry.pieces[0].name.replace("layers.7.", "layers.6.")
+        entry.parameter.data.copy_(values[name])
+    ids = torch.randint(0, 256, (17,), generator=torch.Generator().manual_seed(0))
+    losses = [model(ids[:-1], ids[1:]) for model in (one, two)]
+    torch.testing.assert_close(*losses)
+    grads = []
+    for model, loss in zip((one, two), losses, strict=True):
+        loss.backward()
+        found = {entry.pieces[0].name: entry.parameter.grad for entry in model.table.entries}
+        grads.append([found.get(f"layers.{layer}.projection.weight") for layer in (6, 7)])
+    (once, nothing), (first, second) = grads
+    assert nothing is None
+    assert once is not None
+    assert first is not None
+    assert second is not None
+    torch.testing.assert_close(once, first + second)
+
+
+def test_what_shared_depths_do_not_run_with_is_named() -> None:
+    model = MODELS["shared-depths"]
+    assert "mm" in balanced_layout(model, 4).text
+    check_supported(tiny_plan(model, 2, pp=2))
+    with pytest.raises(InvalidInputError, match=r"layout: got .* MTP depths that share their weights in one stage"):
+        check_supported(tiny_plan(model, 2, pp=2, layout="Ettttttm|mL"))
+    check_shared_depths(tiny_plan(NEMOTRON, 1), RunConfig(force_balance=True))
+    with pytest.raises(InvalidInputError, match="force_balance: got True with mtp_shared"):
+        check_shared_depths(tiny_plan(model, 1), RunConfig(force_balance=True))
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def scaled_down(model: ModelSpec) -> ModelSpec:
 
 @pytest.mark.parametrize("name", model_names())
 def test_a_preset_runs(name: str) -> None:
-    whole = load_model(name).model_copy(update={"mtp_shared": False})  # depths of one block are predicted alone
+    whole = load_model(name)
     check_supported(tiny_plan(whole, 1, precision="bf16"))
     plan = tiny_plan(scaled_down(whole), 1)
     made = Transformer(plan, build_mesh(plan.folding, 0), 7, torch.device("cpu"))
