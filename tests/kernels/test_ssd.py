@@ -104,3 +104,27 @@ def test_the_library_is_told_which_document_a_token_is_of(monkeypatch: pytest.Mo
 
 def test_a_cpu_takes_torch() -> None:
     assert default_backend(torch.ones(1, dtype=torch.bfloat16)) == "torch"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["torch", "mamba"])
+@pytest.mark.parametrize("documents", [(256,), (100, 156)], ids=str)
+def test_half_precision_on_a_gpu(backend: str, documents: tuple[int, ...]) -> None:
+    if backend == "mamba":
+        pytest.importorskip("mamba_ssm")
+    exact, heads = drawn(documents)
+    rounded = (x.detach().to("cuda", torch.bfloat16).requires_grad_() for x in (exact.value, exact.key, exact.query))
+    value, key, query = rounded
+    step = (0.05 * exact.time_step.detach()).to("cuda", torch.float32).requires_grad_()
+    of_heads = SsdHeads(*(x.detach().to("cuda", torch.float32).requires_grad_() for x in heads))
+    out = ssd(SsdTokens(value, step, key, query), of_heads, documents, chunk_size=64, backend=backend)
+    expected = ssd(
+        SsdTokens(*(x.double() for x in (value, step, key, query))), of_heads, documents, backend="reference"
+    )
+    # Products of bf16 numbers, summed over a few hundred tokens.
+    torch.testing.assert_close(out.double(), expected, rtol=2e-2, atol=2e-2)
+    wanted = (value, step, key, query, *of_heads)
+    grads, others = (torch.autograd.grad(one.sum(), wanted) for one in (out, expected))
+    for one, other in zip(grads, others, strict=True):
+        scale = float(other.double().abs().max())
+        torch.testing.assert_close(one.double(), other.double(), rtol=3e-2, atol=3e-2 * scale)
