@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moeplan.executor.causal_conv import causal_conv, fresh_taps
 from moeplan.executor.dtypes import at_least_fp32
 from moeplan.executor.linear import column_linear
-from moeplan.executor.linear_mixer import LinearMixerBase, Place
+from moeplan.executor.linear_mixer import LinearMixerBase, Place, fresh_taps
 from moeplan.executor.mesh import Mesh
 from moeplan.executor.offload import offloading
 from moeplan.executor.pack_layout import PackLayout
 from moeplan.executor.parameters import ParameterTable, split_piece
 from moeplan.executor.recompute import checkpointed
 from moeplan.executor.scopes import scope
+from moeplan.kernels.causal_conv import causal_conv
 from moeplan.kernels.delta_rule import gated_delta_rule
 from moeplan.kernels.delta_rule_reference import DeltaTokens
 from moeplan.kernels.norm import rms_norm

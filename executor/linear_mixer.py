@@ -68,3 +68,8 @@ def place_of(documents: Documents, group: Group, device: torch.device) -> Place:
     """Of documents that ``group`` shares."""
     exchange = head_exchange(documents, group, device) if group.size > 1 else None
     return Place(sum(documents) // group.size, documents, exchange)
+
+
+def fresh_taps(uniform_CK: Tensor) -> Tensor:
+    """First weights of a convolution from uniform draws, as torch's have them: up to 1 / sqrt(taps) either way."""
+    return uniform_CK.mul_(2).sub_(1).mul_(uniform_CK.shape[1] ** -0.5)

@@ -13,6 +13,7 @@ from moeplan.kernels import (
     activation_fp8_triton,
     activation_triton,
     adam_triton,
+    causal_conv_triton,
     cross_entropy_triton,
     delta_scan_triton,
     gathered_gemm_triton,
@@ -51,6 +52,9 @@ DEEPSEEK = {
 }
 NORM = [{"DTYPE": tl.float32, "ROWS": rows, "BLOCK": block} for rows, block in ((1, 4096), (16, 128))]
 QKV = {"DTYPE": tl.float32, "ROWS": 16, "BLOCK_H": 64}
+CAUSAL_CONV = [
+    {"K": 4, "HAS_BIAS": has_bias, "DTYPE": tl.float32, "BLOCK_T": 32, "BLOCK_C": 64} for has_bias in (False, True)
+]
 DELTA_SCAN = [
     {"BLOCK_C": 64, "BLOCK_D": width, "BLOCK_E": 32, "num_stages": 2, "num_warps": 8} for width in (64, 128, 256)
 ]
@@ -99,6 +103,8 @@ KERNELS = (
     (adam_triton._step, "*fp32 *fp32 *fp32 *fp32 *bf16 *fp64 i64 fp32 fp32 fp32 fp32 fp32 fp32", [ADAM]),
     (cross_entropy_triton._stats, "*bf16 *i64 *fp32 *fp32 *fp32 i32", [FP32]),
     (cross_entropy_triton._gradient, "*bf16 *fp32 *fp32 *i64 i32", [FP32]),
+    (causal_conv_triton._forward, "*bf16 *bf16 *bf16 *i64 *bf16 i32 i32 i32", CAUSAL_CONV),
+    (causal_conv_triton._backward, "*bf16 *bf16 *bf16 *bf16 *i64 *bf16 *fp32 i32 i32 i32", CAUSAL_CONV),
     (delta_scan_triton._forward, "*fp32 *fp32 *fp32 *fp32 *fp32 *fp32 i32 i32 i32 i32 i32", DELTA_SCAN),
     (
         delta_scan_triton._backward,

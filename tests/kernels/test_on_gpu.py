@@ -12,6 +12,7 @@ import torch
 from moeplan.kernels import activation_reference, permute_reference
 from moeplan.kernels.accumulate import accumulate_
 from moeplan.kernels.activation import ActivationKind, activation
+from moeplan.kernels.causal_conv import causal_conv
 from moeplan.kernels.cross_entropy import logit_gradient_, logit_stats
 from moeplan.kernels.delta_rule import gated_delta_rule
 from moeplan.kernels.delta_rule_reference import DeltaTokens
@@ -157,3 +158,12 @@ def test_gated_delta_rule(backend: str) -> None:
     inputs = [_normal(2, 256, 2, 128), _normal(2, 256, 2, 128), _normal(2, 256, 4, 128)]
     inputs += [_normal(2, 256, 4), _normal(2, 256, 4)]
     _check(partial(run, backend=backend), partial(run, backend="torch"), inputs)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_causal_convolution(has_bias: bool) -> None:
+    def run(x: torch.Tensor, weight: torch.Tensor, *bias: torch.Tensor, backend: str) -> torch.Tensor:
+        return causal_conv(x[..., 64:], weight, bias[0] if bias else None, (100, 156), backend=backend)
+
+    inputs = [_normal(2, 256, 1064), _normal(1000, 4), *([_normal(1000)] if has_bias else [])]
+    _check(partial(run, backend="triton"), partial(run, backend="torch"), inputs)
