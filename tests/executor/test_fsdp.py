@@ -164,7 +164,8 @@ def test_units_hold_every_parameter_once(model: str) -> None:
         assert len(found) == len(set(found))
         assert set(found) == everything
         assert all(len({entry.is_expert for entry in unit.entries}) == 1 for unit in units)
-    kinds, num_mtp = MODELS[model].layer_kinds, MODELS[model].num_mtp_layers
+    kinds = MODELS[model].layer_kinds
+    num_mtp = 1 if MODELS[model].mtp_shared else MODELS[model].num_mtp_layers
     vocabulary, num_moe = 1 if MODELS[model].tied_embeddings else 2, sum(kind.mlp == "moe" for kind in kinds) + num_mtp
     assert len(layer_units(trainer.model)) == vocabulary + 1 + len(kinds) + num_mtp + num_moe
 
