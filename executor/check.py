@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from moeplan.cp_schedule import largest_group
 from moeplan.errors import InvalidInputError
 from moeplan.executor.routing_files import check_replay
 from moeplan.hf_export import hf_config_of
@@ -76,15 +75,7 @@ def _graph_limits(plan: Plan) -> Iterator[tuple[str, object, str, str]]:
 
 def _dynamic_cp_limits(plan: Plan) -> Iterator[tuple[str, object, str, str]]:
     """Ranks hold different numbers of tokens; what is balanced or dropped must not depend on how they are packed."""
-    moe, mixer = plan.model.moe, plan.model.linear_mixer
-    if mixer is not None:
-        ranks = largest_group(plan.dp * plan.cp)
-        # Packs have any power of two of ranks up to that.
-        sizes = [1 << power for power in range(ranks.bit_length())]
-        if not all(mixer.splits_over(plan.tp, size) for size in sizes):
-            allowed = "packs of ranks among which the heads of linear_mixer divide"
-            got = f"tp {plan.tp} x packs of up to {ranks} ranks"
-            yield "dynamic_cp", got, allowed, "leave dynamic_cp out, or use fewer GPUs"
+    moe = plan.model.moe
     if moe is None:
         return
     if plan.dispatcher == "flex" and plan.flex_backend != "torch" and plan.ep * plan.etp > 1:

@@ -23,6 +23,10 @@ def dynamic_cp_violations(plan: "Plan") -> Iterator[tuple[str, str]]:
         return
     if plan.cp_comm != "p2p":
         yield "cp_comm", f"dynamic_cp passes keys and values in rings of any size: allowed p2p, got {plan.cp_comm}"
+    mixer, ranks = plan.model.linear_mixer, largest_group(plan.dp * plan.cp)
+    # Packs have any power of two of ranks up to that.
+    if mixer is not None and not all(mixer.splits_over(plan.tp, 1 << power) for power in range(ranks.bit_length())):
+        yield "dynamic_cp", f"the heads of linear_mixer do not divide over tp {plan.tp} x packs of up to {ranks} ranks"
     if plan.packed_lengths:
         yield "packed_lengths", "are the same in every sequence: give dynamic_cp document_lengths instead"
     if plan.vp > 1:

@@ -132,6 +132,13 @@ def test_heads_are_split_only_where_they_divide(heads: int, groups: int, tp: int
     assert mixer.splits_over(2**tp, 2**cp) == (tp <= groups and tp + cp <= max(heads, groups))
 
 
+def test_dynamic_cp_is_refused_where_the_longest_documents_take_too_many_ranks() -> None:
+    lengths = {"document_lengths": (8192,) * 64, "dynamic_cp": True, "global_batch_size": 64, "cp": 1}
+    with pytest.raises(ValueError, match="linear_mixer do not divide over tp 1 x packs of up to 64 ranks"):
+        plan_of("qwen3-next-80b-a3b", **lengths)
+    assert plan_of("qwen3-next-80b-a3b", num_gpus=16, ep=16, **lengths).dynamic_cp
+
+
 def test_recipes_name_what_stays_in_bf16() -> None:
     model: ModelSpec = load_model("nemotron3-super-120b-a12b")
     found = STACK.features_of(model, PROFILE, "nvfp4", "hybridep")
