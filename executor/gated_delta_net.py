@@ -24,7 +24,7 @@ from moeplan.executor.scopes import scope
 from moeplan.kernels.causal_conv import causal_conv
 from moeplan.kernels.delta_rule import gated_delta_rule
 from moeplan.kernels.delta_rule_reference import DeltaTokens
-from moeplan.kernels.norm import rms_norm
+from moeplan.kernels.gated_norm import gated_norm
 from moeplan.mixers import GatedDeltaNet
 from moeplan.plan import Plan
 
@@ -97,8 +97,8 @@ class GatedDeltaNetMixer(LinearMixerBase):
             tokens = DeltaTokens(q_BSKD, k_BSKD, v_BSVE, log_decay_BSV, beta_BSV.sigmoid())
             out_BSVE = gated_delta_rule(tokens, place.documents, chunk_size=spec.chunk_size)
         with scope("elementwise"):
-            gate_BSVE = F.silu(gate_BSI.to(dtype)).view(out_BSVE.shape)
-            return (rms_norm(out_BSVE, self.norm, self.eps) * gate_BSVE).to(out_BSVE.dtype).flatten(2)
+            gate_BSVE = gate_BSI.unflatten(2, (-1, spec.v_head_dim))
+            return gated_norm(out_BSVE, gate_BSVE, self.norm, self.eps, gate_first=False).flatten(2)
 
     @staticmethod
     def _own(x: Tensor, place: Place) -> Tensor:

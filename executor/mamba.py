@@ -25,6 +25,7 @@ from moeplan.executor.parameters import ParameterTable, split_piece
 from moeplan.executor.recompute import checkpointed
 from moeplan.executor.scopes import scope
 from moeplan.kernels.causal_conv import causal_conv
+from moeplan.kernels.gated_norm import gated_norm
 from moeplan.kernels.ssd import ssd
 from moeplan.kernels.ssd_reference import SsdHeads, SsdTokens
 from moeplan.mixers import Mamba2
@@ -186,9 +187,6 @@ class Mamba(LinearMixerBase):
     def _gated_norm(self, out_BCI: Tensor, gate_BCI: Tensor) -> Tensor:
         """RMS norm of out times SiLU of the gate, each group of heads by itself."""
         with scope("elementwise"):
-            dtype = at_least_fp32(out_BCI.dtype)
-            gated_BCI = out_BCI.to(dtype) * F.silu(gate_BCI.to(dtype))
-            gated_BCGW = gated_BCI.unflatten(2, (self.num_groups, -1))
-            normed_BCGW = gated_BCGW * torch.rsqrt(gated_BCGW.square().mean(-1, keepdim=True) + self.eps)
-            normed_BCI: Tensor = normed_BCGW.flatten(2) * self.norm_weight
-            return normed_BCI.to(out_BCI.dtype)
+            out_BCGW, gate_BCGW = (x.unflatten(2, (self.num_groups, -1)) for x in (out_BCI, gate_BCI))
+            weight_GW = self.norm_weight.view(self.num_groups, -1)
+            return gated_norm(out_BCGW, gate_BCGW, weight_GW, self.eps, gate_first=True).flatten(2)

@@ -16,6 +16,7 @@ from moeplan.kernels import (
     causal_conv_triton,
     cross_entropy_triton,
     delta_scan_triton,
+    gated_norm_triton,
     gathered_gemm_triton,
     grouped_gemm_fp8_triton,
     grouped_weight_grad_triton,
@@ -54,6 +55,10 @@ NORM = [{"DTYPE": tl.float32, "ROWS": rows, "BLOCK": block} for rows, block in (
 QKV = {"DTYPE": tl.float32, "ROWS": 16, "BLOCK_H": 64}
 CAUSAL_CONV = [
     {"K": 4, "HAS_BIAS": has_bias, "DTYPE": tl.float32, "BLOCK_T": 32, "BLOCK_C": 64} for has_bias in (False, True)
+]
+GATED_NORM = [
+    {"GATE_FIRST": gate_first, "DTYPE": tl.float32, "ROWS": rows, "BLOCK": block}
+    for gate_first, rows, block in ((False, 16, 128), (True, 4, 512))
 ]
 DELTA_SCAN = [
     {"BLOCK_C": 64, "BLOCK_D": width, "BLOCK_E": 32, "num_stages": 2, "num_warps": 8} for width in (64, 128, 256)
@@ -165,6 +170,12 @@ KERNELS = (
             " tensordesc<bf16[64,256]> *bf16 *bf16 *i32 *i32 tensordesc<fp32[1,128,64]> i32 i32 i32"
         ),
         WEIGHT_GRAD,
+    ),
+    (gated_norm_triton._forward, "*bf16 *bf16 *bf16 *bf16 i32 i32 i32 i32 i32 i32 fp32", GATED_NORM),
+    (
+        gated_norm_triton._backward,
+        "*bf16 *bf16 *bf16 *bf16 *bf16 *bf16 *fp32 i32 i32 i32 i32 i32 i32 fp32",
+        GATED_NORM,
     ),
     (norm_triton._norm, "*bf16 *bf16 *bf16 *fp32 i32 i32 fp32", NORM),
     (norm_triton._norm_backward, "*bf16 *bf16 *bf16 *fp32 *bf16 *fp32 i32 i32", NORM),

@@ -16,6 +16,7 @@ from moeplan.kernels.causal_conv import causal_conv
 from moeplan.kernels.cross_entropy import logit_gradient_, logit_stats
 from moeplan.kernels.delta_rule import gated_delta_rule
 from moeplan.kernels.delta_rule_reference import DeltaTokens
+from moeplan.kernels.gated_norm import gated_norm
 from moeplan.kernels.gathered_gemm import gathered_gemm, summed_gemm
 from moeplan.kernels.grouped_gemm import grouped_gemm
 from moeplan.kernels.padded_rows import padded_rows
@@ -166,4 +167,14 @@ def test_causal_convolution(has_bias: bool) -> None:
         return causal_conv(x[..., 64:], weight, bias[0] if bias else None, (100, 156), backend=backend)
 
     inputs = [_normal(2, 256, 1064), _normal(1000, 4), *([_normal(1000)] if has_bias else [])]
+    _check(partial(run, backend="triton"), partial(run, backend="torch"), inputs)
+
+
+@pytest.mark.parametrize("gate_first, weight_shape", [(False, (128,)), (True, (4, 128))])
+def test_gated_norm(gate_first: bool, weight_shape: tuple[int, ...]) -> None:
+    def run(x: torch.Tensor, projected: torch.Tensor, weight: torch.Tensor, backend: str) -> torch.Tensor:
+        gate = projected[..., 64:576].unflatten(2, (4, 128))
+        return gated_norm(x, gate, weight, 1e-6, gate_first=gate_first, backend=backend)
+
+    inputs = [_normal(2, 300, 4, 128), _normal(2, 300, 600), _normal(*weight_shape)]
     _check(partial(run, backend="triton"), partial(run, backend="torch"), inputs)
