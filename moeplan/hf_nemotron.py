@@ -111,7 +111,7 @@ def fields(values: HfValues) -> dict[str, Any]:
         "kind": "gqa",
         "num_heads": values.integer("num_attention_heads"),
         "num_kv_heads": values.integer("num_key_value_heads"),
-        "head_dim": values.integer("head_dim", 128),
+        "head_dim": values.integer("head_dim", values.integer("attention_head_dim", 128)),
         "rotary": False,
     }
     return {

@@ -1,6 +1,7 @@
-"""Mamba-2 and layers of one block in a model: the formula, every folding of it, and first values."""
+"""Mamba-2 and layers of one block in a model: the formula, first values, and what a plan may not ask.
 
-from typing import Any
+Their foldings are in test_foldings.py.
+"""
 
 import pytest
 import torch
@@ -16,40 +17,7 @@ from moeplan.layout import balanced_layout
 from moeplan.mixers import Mamba2
 from moeplan.run_config import RunConfig
 from tests.executor.cases import run_steps, tiny_plan
-from tests.executor.folding_cases import MODELS, NEMOTRON, RUN, STEPS, alone, assert_equals_alone, quick_and_slow
-from tests.executor.pools import Pools
-
-DOCUMENTS = {"packed_lengths": (4, 8, 4)}
-QUICK: dict[str, tuple[int, str, dict[str, Any]]] = {
-    "cp2, documents": (2, "nemotron", {"cp": 2, "mbs": 2, **DOCUMENTS}),
-    "tp2 pp2, uneven": (4, "nemotron", {"tp": 2, "pp": 2, "ep": 2, "layout": "Etttt|ttmL"}),
-}
-SLOW: dict[str, tuple[int, str, dict[str, Any]]] = {
-    "tp2, documents": (2, "nemotron", {"tp": 2, **DOCUMENTS}),
-    "cp4, ranks that share a group": (4, "nemotron", {"cp": 4, "ep": 2, "recompute": ("layernorm",)}),
-    "cp2, heads of attention split beside": (2, "nemotron", {"cp": 2, "cp_comm": "a2a", "etp": 2}),
-    "pp2 vp2": (2, "nemotron", {"pp": 2, "vp": 2, "layout": "Et|tt|tt|tmL"}),
-    "full sharding, ep2": (2, "nemotron", {"sharding": "full", "ep": 2}),
-    "full sharding, full recompute": (2, "nemotron", {"sharding": "full", "ep": 2, "recompute": ("full",)}),
-    "exchanges beside other micro-batches": (2, "nemotron", {"ep": 2, "ep_overlap": True, "delay_wgrad": True}),
-    "exchanges beside the shared expert": (2, "nemotron", {"ep": 2, "shared_expert_overlap": True}),
-    "layers on the host, flex": (
-        2,
-        "nemotron",
-        {"ep": 2, "offload_layers": 4, "dispatcher": "flex", "flex_backend": "torch"},
-    ),
-    "clones and pages": (2, "nemotron", {"ep": 2, "echo_slots": 1, "paged_stash_factor": 1.5}),
-    "one block for all depths, ep2": (2, "shared-depths", {"ep": 2}),
-    "one block for all depths, full sharding": (2, "shared-depths", {"sharding": "full", "recompute": ("full",)}),
-    "one block for all depths, pp2": (2, "shared-depths", {"pp": 2, "layout": "Ettttt|tmmL"}),
-    "one block for all depths, tp2 cp2": (4, "shared-depths", {"tp": 2, "cp": 2, "ep": 2, "offload_layers": 5}),
-    "tp2 cp2 pp2, ep2": (8, "nemotron", {"tp": 2, "cp": 2, "pp": 2, "ep": 2, "layout": "Ettt|tttmL"}),
-}
-
-
-@pytest.mark.parametrize("case", quick_and_slow(QUICK, SLOW))
-def test_folded_equals_alone(pools: Pools, case: tuple[int, str, dict[str, Any]]) -> None:
-    assert_equals_alone(pools, case)
+from tests.executor.folding_cases import MODELS, NEMOTRON, RUN, STEPS, alone
 
 
 def test_bf16_stays_near_float64() -> None:

@@ -389,6 +389,14 @@ def test_layers_of_one_block_are_listed_in_three_ways() -> None:
         assert model_from_hf_config(without | {"layers_block_type": types}, "config.json").layer_pattern == pattern
 
 
+def test_the_first_nemotrons_are_dense_and_name_the_width_of_heads_otherwise() -> None:
+    config = {key: value for key, value in NEMOTRON_NANO.items() if key not in ("head_dim", "n_routed_experts")}
+    changes = {"hybrid_override_pattern": "M-M-*-", "attention_head_dim": 96}
+    model = model_from_hf_config(config | changes, "config.json")
+    assert isinstance(model.attention, GqaAttention)
+    assert (model.moe, model.dense_ffn_size, model.attention.head_dim) == (None, 1856, 96)
+
+
 @pytest.mark.parametrize(
     "change, message",
     [
