@@ -60,9 +60,7 @@ GATED_NORM = [
     {"GATE_FIRST": gate_first, "DTYPE": tl.float32, "ROWS": rows, "BLOCK": block}
     for gate_first, rows, block in ((False, 16, 128), (True, 4, 512))
 ]
-DELTA_SCAN = [
-    {"BLOCK_C": 64, "BLOCK_D": width, "BLOCK_E": 32, "num_stages": 2, "num_warps": 8} for width in (64, 128, 256)
-]
+DELTA_SCAN = [{"BLOCK_C": 64, "BLOCK_D": width, "BLOCK_E": 32, "num_stages": 2, "num_warps": 8} for width in (64, 128)]
 GATHERED = {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64, "GROUP": 8, "num_stages": 4, "num_warps": 8}
 WEIGHT_GRAD = [
     {
