@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 _TIMEOUT_S = 120
+# Imported once, by the process from which ranks are forked: a rank of its own takes 4 s of a core for it.
+_PRELOADED = ["pytest", "hypothesis", "torch.distributed", "moeplan.executor.train", "moeplan.executor.worker"]
 
 
 class GlooPool:
@@ -34,11 +36,14 @@ class GlooPool:
 @contextmanager
 def gloo_pool(world_size: int, folder: Path, backend: str = "gloo") -> Iterator[GlooPool]:
     """A running pool; ``folder`` holds the file by which its ranks find each other. ``nccl``: a GPU for each rank."""
-    context = multiprocessing.get_context("spawn")
+    # CUDA does not survive a fork.
+    context: Any = multiprocessing.get_context("forkserver" if backend == "gloo" else "spawn")
+    if backend == "gloo":
+        context.set_forkserver_preload(_PRELOADED)
     connections, processes = [], []
     for rank in range(world_size):
         ours, theirs = context.Pipe()
-        arguments = (rank, world_size, str(folder / "store"), theirs, backend)
+        arguments = (rank, world_size, str(folder / "store"), theirs, backend, dict(os.environ))
         process = context.Process(target=_serve, args=arguments, daemon=True)
         process.start()
         theirs.close()
@@ -56,8 +61,10 @@ def gloo_pool(world_size: int, folder: Path, backend: str = "gloo") -> Iterator[
                 process.join()
 
 
-def _serve(rank: int, world_size: int, store: str, connection: Connection, backend: str) -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"
+def _serve(  # noqa: PLR0917 - processes are started with a tuple
+    rank: int, world_size: int, store: str, connection: Connection, backend: str, environment: dict[str, str]
+) -> None:
+    os.environ.update(environment | {"OMP_NUM_THREADS": "1"})
     import torch
     import torch.distributed as dist
 
