@@ -38,6 +38,11 @@ class Observation:
     fold: tuple[str, str]
     weight: float
 
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether it moves the constants of hybrids, and no others."""
+        return self.plan.model.linear_mixer is not None
+
 
 @dataclass(frozen=True, slots=True)
 class FitResult:
@@ -98,14 +103,18 @@ class Fit:
         return np.array([constant.high - constant.low for constant in self.constants])
 
     def jacobian(self, values: Array, errors: Array) -> Array:
-        """Change of every error over the whole range of a constant, by a step inwards of a fiftieth of it."""
-        columns = []
+        """Change of every error over the whole range of a constant, by a step inwards of a fiftieth of it.
+
+        Zero where the observation does not move the constant: to the solution, that constant is what it was.
+        """
+        columns, is_hybrid = [], np.array([one.is_hybrid for one in self.seen])
         for index, constant in enumerate(self.constants):
             step = self.ranges[index] / 50
             step = -step if values[index] + step > constant.high else step
             moved = values.copy()
             moved[index] += step
-            columns.append((self.log_errors(moved.tolist()) - errors) / step * self.ranges[index])
+            change = (self.log_errors(moved.tolist()) - errors) / step * self.ranges[index]
+            columns.append(np.where(is_hybrid == constant.of_hybrids, change, 0.0))
         return np.stack(columns, axis=1)
 
     def step(self, values: Array, errors: Array, jacobian: Array, start: Array, use: NDArray[np.bool_]) -> Array:

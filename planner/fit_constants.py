@@ -10,7 +10,10 @@ from moeplan.simulator.stack import SoftwareStack
 
 @dataclass(frozen=True, slots=True)
 class FitConstant:
-    """One constant: a field of some hardware profiles, or of the ``time`` table of some stacks (none: of all)."""
+    """One constant: a field of some hardware profiles, or of the ``time`` table of some stacks (none: of all).
+
+    ``of_hybrids``: moved by runs of hybrid models, which move no other; so those runs test what all models share.
+    """
 
     field: str
     owner: Literal["profile", "stack"]
@@ -19,6 +22,7 @@ class FitConstant:
     low: float
     high: float
     meaning: str
+    of_hybrids: bool = False
 
     @property
     def label(self) -> str:
@@ -46,7 +50,16 @@ FIT_CONSTANTS: tuple[FitConstant, ...] = (
     FitConstant("unfused_permute_factor", "stack", (), "ratio", 1.5, 16.0, "the same without the fused kernel"),
     FitConstant("exchange_contention_frac", "stack", (), "fraction", 0.0, 0.5, "compute lost beside an exchange"),
     # A third of an H100's memory bandwidth to all of a B200's (3.35 and 8 TB/s).
-    FitConstant("scan_bytes_per_s", "stack", (), "bytes/s", 1e12, 8e12, "most that kernels of a linear mixer move"),
+    FitConstant(
+        "scan_bytes_per_s",
+        "stack",
+        (),
+        "bytes/s",
+        1e12,
+        8e12,
+        "most that kernels of a linear mixer move",
+        of_hybrids=True,
+    ),
     # Experts under power-law routing took 1.28 to 1.80 times the balanced time, 32 of 256 on each of 8 ranks, top 8
     # (hardware facts, section 4.5): 0.035 to 0.10.
     FitConstant("choice_spread_frac", "stack", (), "fraction", 0.035, 0.1, "spread of what experts are chosen by"),

@@ -4,10 +4,12 @@ from dataclasses import replace
 
 import pytest
 
+from moeplan.plan import Plan
 from moeplan.planner.fit import fit, observations
 from moeplan.planner.fit_constants import FIT_CONSTANTS, current_values, with_values
 from moeplan.planner.published_rows import read_published_rows
 from moeplan.planner.scoring import Case, case_of, predicted_step_s, profile_of, stack_of
+from moeplan.presets import load_model
 from tests.planner.test_published_plan import SAMPLE
 
 CASES = [case_of(row) for row in read_published_rows(SAMPLE)[0]]
@@ -56,3 +58,18 @@ def test_planted_values_are_found_and_predict_what_they_have_not_seen() -> None:
     assert max(map(abs, result.group_errors.values())) < 0.02
     assert max(map(abs, result.held_out_errors.values())) < 0.05
     assert set(result.held_out_errors) == set(result.without_model_errors) == set(result.group_errors)
+
+
+def test_hybrids_move_their_own_constant_alone() -> None:
+    plan = Plan(
+        model=load_model("nemotron3-nano-30b-a3b"), hardware="gb300", stack="megatron-bridge-26.08", num_gpus=8,
+        seq_len=8192, global_batch_size=512, mbs=4, ep=8, precision="mxfp8",
+    )  # fmt: skip
+    profiles, stacks = PROFILES | {"gb300": profile_of("gb300")}, STACKS | {plan.stack: stack_of(plan.stack)}
+    row = replace(CASES[0].row, cells={"id": "hybrid"})
+    predicted_s = predicted_step_s(Case(row, plan, 1.0), profiles["gb300"], stacks[plan.stack])
+    scan = tuple(one for one in FIT_CONSTANTS if one.of_hybrids)
+    hybrid = Case(row, plan, 1.2 * predicted_s)
+    alone, beside = (fit((*TWO, *scan), cases, profiles, stacks) for cases in (CASES, [*CASES, hybrid]))
+    assert beside.values[:2] == pytest.approx(alone.values[:2], rel=1e-3)
+    assert beside.values[2] < 0.9 * alone.values[2]
