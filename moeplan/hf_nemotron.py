@@ -119,7 +119,6 @@ def fields(values: HfValues) -> dict[str, Any]:
         "layer_pattern": pattern,
         "hidden_size": values.integer("hidden_size"),
         "vocab_size": values.integer("vocab_size"),
-        "tied_embeddings": values.flag("tie_word_embeddings", default=False),
         "activation": "squared_relu",
         "norm_eps": values.number("layer_norm_epsilon", values.number("norm_eps", 1e-5)),
         "attention": attention,
@@ -147,6 +146,7 @@ def _refuse_others(values: HfValues) -> None:
     """Raises for what the family's class can do and no published model does."""
     for key in ("attention_bias", "mlp_bias", "use_bias", "mamba_proj_bias", "residual_in_fp32"):
         values.require(key, default=False)
+    values.require("tie_word_embeddings", default=False)  # transformers has no tied head of this family
     values.require("use_conv_bias", default=True)
     values.require("mamba_hidden_act", default="silu")
     values.require("mlp_hidden_act", default="relu2")

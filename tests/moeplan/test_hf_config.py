@@ -403,6 +403,7 @@ def test_the_first_nemotrons_are_dense_and_name_the_width_of_heads_otherwise() -
         ({"hybrid_override_pattern": "ME+"}, "hybrid_override_pattern holds '+'; M * - E can be imported"),
         ({"layers_block_type": ["mamba", "conv"]}, "layers_block_type holds 'conv'"),
         ({"use_conv_bias": False}, "use_conv_bias is False; only True"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings is True; only False"),
         ({"mlp_hidden_act": "silu"}, "mlp_hidden_act is 'silu'; only 'relu2'"),
         ({"sliding_window": 512}, "sliding_window is set"),
         ({"num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "ME"}, "mtp_hybrid_override_pattern is 'ME'"),
