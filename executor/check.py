@@ -17,7 +17,7 @@ from moeplan.vocabulary import PRECISIONS
 # Fields that Megatron executes and the native executor does not.
 _DEFAULT_ONLY = (
     "fused_grouped_mlp", "permute_fusion", "router_fusion", "fp8_attention",
-    "tp_comm_overlap", "bf16_first_layers", "bf16_last_layers", "bf16_modules",
+    "tp_comm_overlap",
 )  # fmt: skip
 _WORD_ELEMENTS = 8  # of bf16 in 16 bytes
 

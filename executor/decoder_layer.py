@@ -45,7 +45,7 @@ class DecoderLayer(nn.Module):
         super().__init__()
         model, recompute = plan.model, plan.recompute
         kind = model.layer_kinds[layer] if layer < model.num_layers else model.mtp_kind
-        self.eps, self.drop_norms = model.norm_eps, "layernorm" in recompute
+        self.layer, self.eps, self.drop_norms = layer, model.norm_eps, "layernorm" in recompute
         self.mixer: nn.Module | None = None
         self.mlp: nn.Module | None = None
         if kind.mixer != "none":

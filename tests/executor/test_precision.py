@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,12 +16,13 @@ from moeplan.executor.quantized import QuantizedWeight, quantized_linear, quanti
 from moeplan.executor.train import Trainer
 from moeplan.kernels.main_grad import MainGrad, set_main_grad
 from moeplan.kernels.recipes import RECIPES
+from moeplan.mixers import Mamba2
 from moeplan.model_spec import ModelSpec, Router
 from moeplan.plan import Plan
 from moeplan.run_config import RunConfig
 from tests.executor.cases import Part, build_trainer, run_steps, weights_of
 from tests.executor.gloo_pool import GlooPool, gloo_pool
-from tests.executor.precision_cases import GQA, MLA, low_plan
+from tests.executor.precision_cases import GQA, MLA, MOE, low_plan
 
 NUM_STEPS = 20
 RUN = RunConfig(steps=NUM_STEPS, lr=1e-3, lr_warmup_steps=2)
@@ -71,6 +73,54 @@ def test_projections_and_experts_are_quantized_and_nothing_else() -> None:
     }  # fmt: skip
     assert {"embedding.weight", "head.weight", "layers.router.weight"} <= others
     assert all("norm" in name for name in others - {"embedding.weight", "head.weight", "layers.router.weight"})
+
+
+HYBRID = MLA.model_copy(
+    update={
+        "name": "low-hybrid",
+        "num_layers": 4,
+        "num_dense_layers": 0,
+        "dense_ffn_size": 0,
+        "layer_pattern": "M*EM",
+        "activation": "squared_relu",
+        "attention": GQA.attention,
+        "linear_mixer": Mamba2(num_heads=32, head_dim=8, state_size=64, num_groups=2),
+        "moe": MOE.model_copy(update={"latent_size": 128}),
+    }
+)
+
+
+def _recipes(**changes: Any) -> dict[str, str]:
+    """Recipe of every quantized parameter of the hybrid, by the first of its names."""
+    plan = low_plan(HYBRID, 1, **changes)
+    table = Transformer(plan, plan_mesh(plan, 0), 0, torch.device("cpu")).table
+    found = {entry.pieces[0].name: quantized_of(entry.parameter) for entry in table.entries}
+    return {name: one.recipe_name for name, one in found.items() if one is not None}
+
+
+def test_layers_and_parts_stay_in_bf16_where_the_plan_says_so() -> None:
+    everything = _recipes(precision="nvfp4")
+    assert set(everything.values()) == {"nvfp4"}
+    ends = _recipes(precision="nvfp4", bf16_first_layers=1, bf16_last_layers=2)
+    assert ends == {name: one for name, one in everything.items() if name.split(".")[1] in ("1", "4")}
+    parts = _recipes(precision="nvfp4", bf16_modules=("attention", "latent", "linear_out", "mtp"))
+    left_out = {name for name in everything if ".attention." in name or "latent" in name or ".4." in name}
+    assert set(parts) == set(everything) - left_out
+    assert {name for name, one in parts.items() if one == "mxfp8"} == {
+        f"layers.{n}.mixer.output.weight" for n in (0, 3)
+    }
+    assert "layers.0.mixer.output.weight" not in _recipes(precision="mxfp8", bf16_modules=("linear_out",))
+
+
+def test_nvfp4_with_parts_in_bf16_follows_bf16() -> None:
+    parts = ("attention", "latent", "linear_out", "mtp")
+    mixed = {"precision": "nvfp4", "bf16_last_layers": 1, "bf16_modules": parts}
+    losses, expected = (
+        run_steps(0, low_plan(HYBRID, 1, **changes), RUN, 4).losses for changes in (mixed, {"precision": "bf16"})
+    )
+    assert losses != expected
+    assert losses[-1] < 0.9 * losses[0]
+    assert max(abs(one / other - 1) for one, other in zip(losses, expected, strict=True)) < BAND["nvfp4"]
 
 
 def test_no_matrix_is_quantized_in_bf16() -> None:

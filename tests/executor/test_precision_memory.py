@@ -33,6 +33,15 @@ def test_linears_keep_their_quantized_inputs(name: str, precision: str, recomput
     _check(MODELS[name], precision, recompute)
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_a_layer_that_stays_in_bf16_keeps_what_it_keeps_in_bf16(name: str) -> None:
+    plan = small_plan(MODELS[name], precision="fp8_blockwise", bf16_first_layers=1)
+    (kind,) = plan.model.kinds_with_bf16(1, 0)
+    expected = kept_bytes(plan.model, kind, plan.point, NATIVE)
+    assert expected.scales_bytes == 0
+    assert layer_kept_bytes(plan) == pytest.approx(expected.kept_bytes, rel=0.002)
+
+
 @pytest.mark.parametrize("precision", ["fp8_current", "fp8_blockwise"])
 @pytest.mark.parametrize("name", ["gqa", "mla", "latent"])
 def test_an_activation_that_is_made_again_is_kept_in_no_form(name: str, precision: str) -> None:
