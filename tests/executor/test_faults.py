@@ -1,6 +1,7 @@
 """Runs that are killed or asked to stop, in training and while saving, and what is left to go on from."""
 
 import json
+import math
 import os
 import random
 import signal
@@ -18,7 +19,8 @@ from moeplan.executor.checkpoint_files import latest_checkpoint, problem_of, rea
 from moeplan.executor.launch import launch
 from moeplan.plan import Plan
 from moeplan.results import Figures
-from tests.executor.cases import GQA_MODEL, tiny_plan
+from moeplan.run_config import RunConfig
+from tests.executor.cases import GQA_MODEL, build_trainer, tiny_plan
 from tests.executor.run_files import files
 from tests.executor.test_export_hf import WIDE
 from tests.executor.test_launch import LAUNCH, ROOT, free_port
@@ -69,11 +71,22 @@ def finish(launcher: "subprocess.Popen[str]", children: list[psutil.Process]) ->
     return errors[0], max(steps, default=0)
 
 
-def assert_resumes(folder: Path, plan: Plan, **run: Any) -> int:
-    """The step of the latest checkpoint, after checking all of its files and training from it."""
+def assert_whole(**run: Any) -> int:
+    """The step of the latest checkpoint, after checking all of its files and training from it, here and alone."""
     checkpoint = latest_checkpoint(Path(run["save_folder"]))
-    manifest = read_manifest(checkpoint, plan.model)
+    manifest = read_manifest(checkpoint, GQA_MODEL)
     assert [problem_of(checkpoint, name, one) for name, one in manifest.files.items()] == [""] * len(manifest.files)
+    resumed = RunConfig.model_validate(run | {"steps": manifest.step + 4})
+    trainer = build_trainer(0, tiny_plan(GQA_MODEL, 1, precision="fp32"), resumed)
+    trainer.resume()
+    assert trainer.first_step == manifest.step
+    assert math.isfinite(trainer.step(manifest.step).loss)
+    return manifest.step
+
+
+def assert_resumes(folder: Path, plan: Plan, **run: Any) -> int:
+    """As :func:`assert_whole`, by the launcher."""
+    manifest = read_manifest(latest_checkpoint(Path(run["save_folder"])), plan.model)
     lines: list[str] = []
     paths = files(folder, plan, **(run | {"steps": manifest.step + 4, "resume": True, **_QUICK}))
     launch(*paths, 2, lines.append)
@@ -100,7 +113,7 @@ def kill_one(folder: Path, seed: int, plan: Plan) -> None:
     ranks[victim].kill()
     error, last = finish(launcher, children)
     assert error.startswith(f"error: rank {victim} was killed by SIGKILL after step ")
-    step = assert_resumes(folder, plan, **run)
+    step = assert_whole(**run)
     # The step after the last reported may be done as well; a save under way may be lost.
     assert max(reported, last) - 2 * SAVE_EVERY <= step <= max(reported, last) + 1
 
@@ -126,7 +139,9 @@ def test_a_signal_saves_and_ends(tmp_path: Path, number: signal.Signals) -> None
     error, _ = finish(launcher, children)
     assert error.startswith(f"error: the run was stopped by {number.name} after step ")
     assert error.endswith(f"; its state is in {run['save_folder']}")
-    step = assert_resumes(tmp_path, OTHER, **run)
+    step = assert_whole(**run)
+    if number == signal.SIGTERM:
+        assert assert_resumes(tmp_path, OTHER, **run) == step
     assert f" after step {step}/10000;" in error
     assert step >= reported
     assert launcher.returncode == RunFailedError.exit_code
