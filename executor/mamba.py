@@ -70,35 +70,33 @@ class Mamba(LinearMixerBase):
 
     def __init__(self, plan: Plan, layer: int, mesh: Mesh, table: ParameterTable, mixer: Mamba2) -> None:
         super().__init__(plan, layer, mesh, table, mixer.inner_size)
-        tp = self.group.size
-        self.mixer, self.eps = mixer, plan.model.norm_eps
-        self.num_heads, self.num_groups, self.inner = (
-            mixer.num_heads // tp,
-            mixer.num_groups // tp,
-            mixer.inner_size // tp,
-        )
+        tp, hidden = self.group.size, plan.model.hidden_size
+        self.mixer, self.eps, self.inner = mixer, plan.model.norm_eps, mixer.inner_size // tp
+        self.num_heads, self.num_groups = mixer.num_heads // tp, mixer.num_groups // tp
         shared = mixer.num_groups * mixer.state_size
         mixed = {"value": mixer.inner_size, "key": shared, "query": shared}
-        hidden = plan.model.hidden_size
         pieces, start = [], 0
         for part, width in {"gate": mixer.inner_size, **mixed, "time_step": mixer.num_heads}.items():
             pieces.append(split_piece(f"{self.name}.{part}.weight", (width, hidden), 0, self.group, start=start))
             start += width // tp
         self.in_weight = table.add(*pieces, shape=(start, hidden))
-        weights, biases, start = [], [], 0
-        for part, width in mixed.items():
-            name, shape = f"{self.name}.{part}_conv", (width, mixer.conv_kernel)
-            weights.append(split_piece(f"{name}.weight", shape, 0, self.group, start=start, of_uniform=fresh_taps))
-            fresh = partial(fresh_conv_bias, mixer.conv_kernel)
-            biases.append(split_piece(f"{name}.bias", (width,), 0, self.group, start=start, of_uniform=fresh))
-            start += width // tp
-        self.conv_weight = table.add(*weights, shape=(start, mixer.conv_kernel))
-        self.conv_bias = table.add(*biases, shape=(start,), is_decayed=False)
+        self.conv_weight, self.conv_bias = self._convolution(table, mixed)
         self.time_bias = self._of_heads(table, "time_step.bias", of_uniform=fresh_time_bias)
         self.log_rate = self._of_heads(table, "log_rate", of_uniform=fresh_log_rate)
         self.skip = self._of_heads(table, "skip", std=0.0, fill=1.0)
         norm = split_piece(f"{self.name}.norm.weight", (mixer.inner_size,), 0, self.group, std=0.0, fill=1.0)
         self.norm_weight = table.add(norm, shape=(self.inner,), is_decayed=False)
+
+    def _convolution(self, table: ParameterTable, mixed: dict[str, int]) -> tuple[nn.Parameter, nn.Parameter]:
+        """Taps and biases of all channels that are mixed, so many of each part."""
+        weights, biases, start, num_taps = [], [], 0, self.mixer.conv_kernel
+        fresh = partial(fresh_conv_bias, num_taps)
+        for part, width in mixed.items():
+            name, shape = f"{self.name}.{part}_conv", (width, num_taps)
+            weights.append(split_piece(f"{name}.weight", shape, 0, self.group, start=start, of_uniform=fresh_taps))
+            biases.append(split_piece(f"{name}.bias", (width,), 0, self.group, start=start, of_uniform=fresh))
+            start += width // self.group.size
+        return table.add(*weights, shape=(start, num_taps)), table.add(*biases, shape=(start,), is_decayed=False)
 
     def _of_heads(self, table: ParameterTable, name: str, **fresh: Any) -> nn.Parameter:
         """A number a head."""
@@ -152,18 +150,20 @@ class Mamba(LinearMixerBase):
         inner, shared = part.num_heads * mixer.head_dim, part.num_groups * mixer.state_size
         conv_BSW, step_BSN = mixed_BSM.split([inner + 2 * shared, part.num_heads], 2)
         heads = slice(part.first_head, part.first_head + part.num_heads)
-        with scope("attention"):
+        with scope("elementwise"):
             conv_BSW = causal_conv(conv_BSW, *self._conv_weights(part), place.documents)
-            value, key, query = conv_BSW.split([inner, shared, shared], 2)
             # Numbers of heads are rounded to the type of weights once a step, and what is made of them is not.
             dtype = at_least_fp32(step_BSN.dtype)
-            tokens = SsdTokens(
-                value.unflatten(2, (part.num_heads, -1)),
-                F.softplus(step_BSN.to(dtype) + self.time_bias[heads].to(dtype)),
-                key.unflatten(2, (part.num_groups, -1)),
-                query.unflatten(2, (part.num_groups, -1)),
-            )
+            step_BSN = F.softplus(step_BSN.to(dtype) + self.time_bias[heads].to(dtype))
             of_heads = SsdHeads(-self.log_rate[heads].to(dtype).exp(), self.skip[heads].to(dtype))
+        value, key, query = conv_BSW.split([inner, shared, shared], 2)
+        tokens = SsdTokens(
+            value.unflatten(2, (part.num_heads, -1)),
+            step_BSN,
+            key.unflatten(2, (part.num_groups, -1)),
+            query.unflatten(2, (part.num_groups, -1)),
+        )
+        with scope("attention"):
             out_BSNP: Tensor = ssd(tokens, of_heads, place.documents, chunk_size=mixer.chunk_size)
             return out_BSNP.flatten(2)
 
