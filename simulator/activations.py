@@ -8,8 +8,8 @@ from moeplan.errors import InvalidInputError
 from moeplan.model_spec import LayerKind, ModelSpec
 from moeplan.point import Point
 from moeplan.simulator.stack import SoftwareStack
-from moeplan.simulator.tensor_tables import TABLES, Component, Section, Storage, TableName, sizes_of
-from moeplan.vocabulary import PRECISIONS, OffloadModule, Precision, PrecisionName, RecomputeModule
+from moeplan.simulator.tensor_tables import TABLES, Component, Row, Section, Storage, TableName, sizes_of
+from moeplan.vocabulary import PRECISIONS, Bf16Module, OffloadModule, Precision, PrecisionName, RecomputeModule
 
 # An MTP depth is its layer and what joins its inputs; loss is the final norm and the head's input, on the last stage.
 ActivationKind = LayerKind | Literal["mtp", "loss"]
@@ -20,7 +20,7 @@ class SavedTensor:
     """One kept tensor. ``size_bytes``: of one micro-batch on one rank, if no recompute module drops it.
 
     ``dropped_by``: the modules that drop it whole (it is made again in backward); ``kept_by_full``: full recompute
-    starts from it. ``is_quantized``: stored in the low-precision type, whose block scales come on top.
+    starts from it. ``scales_bytes``: of the blocks of one that is stored in a low-precision type, on top.
     ``offloaded_by``: the module whose offload takes it to the host.
     """
 
@@ -29,7 +29,7 @@ class SavedTensor:
     size_bytes: float
     dropped_by: tuple[RecomputeModule, ...]
     kept_by_full: bool
-    is_quantized: bool
+    scales_bytes: float
     offloaded_by: OffloadModule | None = None
 
     def is_kept(self, recompute: tuple[RecomputeModule, ...]) -> bool:
@@ -70,6 +70,7 @@ class _Setting(NamedTuple):
     tokens: int
     seq_len: int
     precision: PrecisionName
+    bf16_modules: tuple[Bf16Module, ...]
     etp: int
     memory_efficient_permutation: bool
     joins_output: bool
@@ -108,6 +109,7 @@ def _setting(model: ModelSpec, kind: ActivationKind, point: Point, stack: Softwa
         tokens=point.tokens_per_rank,
         seq_len=point.seq_len,
         precision="bf16" if _is_bf16(kind, point) else point.precision,
+        bf16_modules=point.bf16_modules,
         etp=point.etp,
         memory_efficient_permutation=point.memory_efficient_permutation,
         joins_output=point.cp_comm != "p2p" if point.cp > 1 else len(point.packed_lengths) > 1,
@@ -130,11 +132,10 @@ def _kept_bytes(
     here = [tensor for tensor in kept if not tensor.is_offloaded(offload)]
     total = sum(tensor.size_bytes for tensor in kept)
     stays = sum(tensor.size_bytes for tensor in here)
-    quantized = sum(tensor.size_bytes for tensor in here if tensor.is_quantized)
     return KeptBytes(
         kept_bytes=stays,
         remade_bytes=sum(tensor.size_bytes for tensor in tensors) - total,
-        scales_bytes=quantized * PRECISIONS[setting.precision].scale_frac,
+        scales_bytes=sum(tensor.scales_bytes for tensor in here),
         offloaded_bytes=total - stays,
         expert_rows_bytes=sum(tensor.size_bytes for tensor in here if tensor.component == "experts"),
     )
@@ -155,7 +156,6 @@ def _saved_tensors(setting: _Setting) -> tuple[SavedTensor, ...]:
         sums_at_experts=setting.sums_at_experts,
         exchanges_heads=setting.exchanges_heads,
     )
-    precision = PRECISIONS[setting.precision]
     tensors = []
     sections = _sections(setting)
     first_input = next(
@@ -163,8 +163,10 @@ def _saved_tensors(setting: _Setting) -> tuple[SavedTensor, ...]:
     )
     for section in sections:
         for row in TABLES[setting.table][section]:
-            size_bytes = row.elements(sizes) * setting.tokens * _element_bytes(row.storage, setting.precision)
+            name = _precision_of(row, setting)
+            size_bytes = row.elements(sizes) * setting.tokens * _element_bytes(row.storage, name)
             if size_bytes:
+                scale_frac = PRECISIONS[name].scale_frac if row.storage in _QUANTIZED else 0.0
                 tensors.append(
                     SavedTensor(
                         name=row.name,
@@ -172,11 +174,18 @@ def _saved_tensors(setting: _Setting) -> tuple[SavedTensor, ...]:
                         size_bytes=size_bytes,
                         dropped_by=row.dropped_by,
                         kept_by_full=row.kept_by_full or row is first_input,
-                        is_quantized=row.storage in _QUANTIZED and precision.quantized_bytes is not None,
+                        scales_bytes=size_bytes * scale_frac,
                         offloaded_by=row.offloaded_by,
                     )
                 )
     return tuple(tensors)
+
+
+def _precision_of(row: Row, setting: _Setting) -> PrecisionName:
+    """Of the linears that store a tensor, which the plan may keep out of its low precision."""
+    if row.input_of is None or row.input_of not in setting.bf16_modules or setting.precision == "bf16":
+        return setting.precision
+    return "mxfp8" if row.input_of == "linear_out" and setting.precision == "nvfp4" else "bf16"
 
 
 def _sections(setting: _Setting) -> tuple[Section, ...]:

@@ -12,7 +12,7 @@ from typing import Literal
 from moeplan.mixers import Mamba2, MlaAttention
 from moeplan.model_spec import ModelSpec
 from moeplan.parameters import linear_mixer_projection
-from moeplan.vocabulary import OffloadModule, RecomputeModule
+from moeplan.vocabulary import Bf16Module, OffloadModule, RecomputeModule
 
 Component = Literal[
     "attention",
@@ -172,6 +172,7 @@ class Row:
 
     ``is_block_input``: full recompute starts from it in the first block of a layer.
     ``offloaded_by``: the module whose fine-grained offload takes it to the host (report section 1.4).
+    ``input_of``: the linears that store it, where a plan may keep those out of its low precision.
     """
 
     name: str
@@ -182,6 +183,7 @@ class Row:
     kept_by_full: bool = False
     is_block_input: bool = False
     offloaded_by: OffloadModule | None = None
+    input_of: Bf16Module | None = None
 
 
 # Report section 1.4, in its order. MLA and grouped-query attention in one list: a model has the rows of either.
@@ -295,19 +297,20 @@ _LOSS = (
 # In low precision each linear keeps its input quantized, beside the input where something else keeps that.
 _NATIVE_ATTENTION = (
     _INPUT,
-    Row("input norm output", "norms", lambda z: z.hidden, "quantized", ("layernorm",), offloaded_by="qkv_linear"),
+    replace(_ATTENTION[1], input_of="attention"),
     Row(
         "input of the second latent projection",
         "attention",
         lambda z: z.hidden * (z.kv_rank > 0),
         "quantized_copy",
         ("layernorm",),
+        input_of="attention",
     ),
     Row("norm statistics", "norms", lambda z: 1 + z.inner_norms, "fp32"),
     Row("query down-projection output", "attention", lambda z: z.q_rank),
-    Row("query norm output", "attention", lambda z: z.q_rank, "quantized"),
+    Row("query norm output", "attention", lambda z: z.q_rank, "quantized", input_of="attention"),
     Row("key-value down-projection output", "attention", lambda z: z.kv_down),
-    Row("key-value norm output", "attention", lambda z: z.kv_rank, "quantized"),
+    Row("key-value norm output", "attention", lambda z: z.kv_rank, "quantized", input_of="attention"),
     Row("query, key and value as projected", "attention", lambda z: z.fused_qkv * z.qk_norm),
     Row("query", "attention", lambda z: z.query, dropped_by=("mla_up_proj",), offloaded_by="core_attn"),
     Row("key", "attention", lambda z: z.key, dropped_by=("mla_up_proj",), offloaded_by="core_attn"),
@@ -327,7 +330,7 @@ _NATIVE_ATTENTION = (
         offloaded_by="attn_proj",
     ),
     Row("attention output", "attention", lambda z: z.attended, offloaded_by="attn_proj"),
-    Row("input of the output projection", "attention", lambda z: z.attended, "quantized_copy"),
+    Row("input of the output projection", "attention", lambda z: z.attended, "quantized_copy", input_of="attention"),
     Row(
         "softmax log-sum-exp",
         "attention",
@@ -351,7 +354,7 @@ _NATIVE_LINEAR = (
     Row("norm statistics", "norms", lambda _: 1, "fp32"),
     Row("linear mixer as projected", "linear_mixer", lambda z: z.linear_projection),
     Row("output of the recurrence", "linear_mixer", lambda z: z.linear_recurrence),
-    Row("input of the linear mixer's output projection", "linear_mixer", lambda z: z.linear_inner, "quantized"),
+    replace(_LINEAR[-1], input_of="linear_out"),
 )
 _NATIVE_MLP_INPUT = (_MLP_INPUT, Row("pre-MLP norm statistics", "norms", lambda _: 1, "fp32"))
 _NATIVE_DENSE = (*_NATIVE_MLP_INPUT, _MLP_NORM, *_FEED_FORWARD)
@@ -383,8 +386,8 @@ _NATIVE_MOE = (
     Row("permutation indices", "router", lambda z: 2 * z.top_k, "int32", ("moe",)),
     *_NATIVE_SHARED,
     *_NATIVE_EXPERTS,
-    replace(_LATENT[0], dropped_by=("layernorm", "moe")),
-    *_LATENT[1:],
+    replace(_LATENT[0], dropped_by=("layernorm", "moe"), input_of="latent"),
+    replace(_LATENT[1], input_of="latent"),
 )
 # The final norm's output is the hidden input of the first depth, and each depth's that of the next: kept once.
 _NATIVE_LOSS = (

@@ -42,6 +42,15 @@ def test_a_layer_that_stays_in_bf16_keeps_what_it_keeps_in_bf16(name: str) -> No
     assert layer_kept_bytes(plan) == pytest.approx(expected.kept_bytes, rel=0.002)
 
 
+@pytest.mark.parametrize("recompute", [(), ("layernorm",)])
+@pytest.mark.parametrize("name", MODELS)
+def test_linears_that_stay_in_bf16_keep_their_inputs(name: str, recompute: tuple[str, ...]) -> None:
+    parts = ("attention", "latent", "linear_out")
+    plan = small_plan(MODELS[name], precision="fp8_blockwise", recompute=recompute, bf16_modules=parts)
+    expected = kept_bytes(plan.model, plan.model.layer_kinds[0], plan.point, NATIVE)
+    assert layer_kept_bytes(plan) == pytest.approx(expected.kept_bytes + expected.scales_bytes, rel=0.002)
+
+
 @pytest.mark.parametrize("precision", ["fp8_current", "fp8_blockwise"])
 @pytest.mark.parametrize("name", ["gqa", "mla", "latent"])
 def test_an_activation_that_is_made_again_is_kept_in_no_form(name: str, precision: str) -> None:
