@@ -126,6 +126,8 @@ def _block_violations(model: ModelSpec, point: Point) -> Iterator[tuple[str, str
         return
     if model.hidden_size % FP8_BLOCK:
         yield "precision", f"fp8_blockwise needs a hidden size in blocks of {FP8_BLOCK}, got {model.hidden_size}"
+    if model.hidden_size != model.expert_hidden_size and model.expert_hidden_size % FP8_BLOCK:
+        yield "precision", f"fp8_blockwise needs a latent in blocks of {FP8_BLOCK}, got {model.expert_hidden_size}"
     if model.moe is not None and (model.moe.expert_ffn_size // point.etp) % FP8_BLOCK:
         width = model.moe.expert_ffn_size
         cut = f"expert width {width} over etp {point.etp} is {width / point.etp:g}"

@@ -51,6 +51,14 @@ def test_accepted(model: str, num_gpus: int, fields: dict[str, Any]) -> None:
     assert plan(model, num_gpus, **fields).ep == fields["ep"]
 
 
+def test_a_latent_is_whole_blocks_of_blockwise_fp8() -> None:
+    whole = load_model("nemotron3-super-120b-a12b")
+    assert whole.moe is not None
+    cut = whole.model_copy(update={"moe": whole.moe.model_copy(update={"latent_size": 1000})})
+    with pytest.raises(ValueError, match="fp8_blockwise needs a latent in blocks of 128, got 1000"):
+        Plan(model=cut, hardware="h100", num_gpus=8, seq_len=4096, global_batch_size=8, precision="fp8_blockwise")
+
+
 def test_graphs_of_experts_need_rows_of_a_known_number() -> None:
     model = load_model("mixtral-8x7b")
     assert model.moe is not None
