@@ -119,7 +119,10 @@ def check_places(plan: Plan, run: RunConfig) -> None:
 
 def check_shared_depths(plan: Plan, run: RunConfig) -> None:
     """Raise InvalidInputError where experts are set by micro-batch for a router that several depths run in each."""
-    for key in ("force_balance", "record_routing", "replay_routing"):
+    keys = ["record_routing", "replay_routing"]
+    if {"full", "moe"} & set(plan.recompute):  # in backward the last depth asks first
+        keys.append("force_balance")
+    for key in keys:
         if plan.model.mtp_shared and plan.model.num_mtp_layers > 1 and getattr(run, key):
             raise InvalidInputError(
                 f"{key}: got {getattr(run, key)} with mtp_shared, whose depths ask one router for each micro-batch",

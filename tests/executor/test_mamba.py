@@ -102,8 +102,11 @@ def test_what_shared_depths_do_not_run_with_is_named() -> None:
     with pytest.raises(InvalidInputError, match=r"layout: got .* MTP depths that share their weights in one stage"):
         check_supported(tiny_plan(model, 2, pp=2, layout="Ettttttm|mL"))
     check_shared_depths(tiny_plan(NEMOTRON, 1), RunConfig(force_balance=True))
+    check_shared_depths(tiny_plan(model, 1), RunConfig(force_balance=True))
+    with pytest.raises(InvalidInputError, match="record_routing: got there with mtp_shared"):
+        check_shared_depths(tiny_plan(model, 1), RunConfig(record_routing="there"))
     with pytest.raises(InvalidInputError, match="force_balance: got True with mtp_shared"):
-        check_shared_depths(tiny_plan(model, 1), RunConfig(force_balance=True))
+        check_shared_depths(tiny_plan(model, 1, recompute=("moe",)), RunConfig(force_balance=True))
 
 
 @pytest.mark.parametrize(
