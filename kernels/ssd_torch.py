@@ -66,9 +66,11 @@ def _passed_on(own_BnGHNP: Tensor, decay_BnGH: Tensor, counts: list[int]) -> Ten
     for first, end in pairwise(accumulate(counts, initial=0)):
         is_seen_nn[first:end, first:end] = True
     is_seen_nn = is_seen_nn.tril(-1)  # chunks before it in its document
-    so_far_BGHn = decay_BnGH.movedim(1, -1).cumsum(-1)
+    # In fp64: decays of all chunks add up to 1e5 and more, where fp32 knows the difference of neighbours to 1e-2.
+    so_far_BGHn = decay_BnGH.movedim(1, -1).double().cumsum(-1)
     until_BGHn = so_far_BGHn - decay_BnGH.movedim(1, -1)
-    left_BGHnn = (until_BGHn[..., None] - so_far_BGHn[..., None, :]).masked_fill(~is_seen_nn, -torch.inf).exp()
+    between_BGHnn = (until_BGHn[..., None] - so_far_BGHn[..., None, :]).to(own_BnGHNP.dtype)
+    left_BGHnn = between_BGHnn.masked_fill(~is_seen_nn, -torch.inf).exp()
     states_BGHnI: Tensor = left_BGHnn @ own_BnGHNP.movedim(1, 3).flatten(4)
     before_BGHnNP: Tensor = states_BGHnI.unflatten(4, own_BnGHNP.shape[4:])
     return before_BGHnNP.movedim(3, 1)
