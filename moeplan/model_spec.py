@@ -176,17 +176,18 @@ class ModelSpec(Record):
 
     @model_validator(mode="after")
     def _layers_make_sense(self) -> Self:
-        if self.moe is None and self.dense_ffn_size == 0:
-            raise ValueError("a model without moe needs dense_ffn_size")
         if self.num_dense_layers > self.num_layers:
             raise ValueError(f"num_dense_layers {self.num_dense_layers} exceeds num_layers {self.num_layers}")
         self._check_pattern()
-        if any(kind.mlp == "dense" for kind in self.layer_kinds) and self.dense_ffn_size == 0:
-            raise ValueError("dense layers need dense_ffn_size")
+        has_dense_depth = self.num_mtp_layers > 0 and self.moe is None
+        if (self.has_dense_mlp or has_dense_depth) and self.dense_ffn_size == 0:
+            raise ValueError("dense layers, and MTP depths without moe, need dense_ffn_size")
         if any(kind.mlp == "moe" for kind in self.layer_kinds) and self.moe is None:
             raise ValueError("layers of experts (E) need moe")
         if any(kind.mixer == "linear" for kind in self.layer_kinds) != (self.linear_mixer is not None):
             raise ValueError("linear_mixer goes with layers that run it: M in layer_pattern, or attention_period > 1")
+        if self.mtp_shared and not self.num_mtp_layers:
+            raise ValueError("mtp_shared goes with num_mtp_layers, which is 0")
         return self
 
     def _check_pattern(self) -> None:

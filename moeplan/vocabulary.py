@@ -57,12 +57,12 @@ OpFamily = Literal[
 ]
 OP_FAMILIES: tuple[OpFamily, ...] = get_args(OpFamily)
 FAMILY_MEANING: dict[OpFamily, str] = {
-    "attention": "attention core (QK, softmax, PV)",
+    "attention": "attention core (QK, softmax, PV), recurrences of linear mixers",
     "dense_gemm": "projections, dense and shared-expert MLPs",
     "expert_gemm": "grouped GEMMs of the routed experts",
     "router": "routing scores, top-k, auxiliary loss",
     "permute": "gathering tokens by expert and back, with quantize and pad",
-    "elementwise": "norms, activations, rotary embedding, residuals, embedding lookup",
+    "elementwise": "norms, activations, short convolutions, rotary embedding, residuals, embedding lookup",
     "loss": "head GEMM and cross entropy",
     "dispatch": "expert-parallel exchange of tokens, both ways",
     "tp_comm": "tensor-parallel collectives",

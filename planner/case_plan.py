@@ -150,7 +150,7 @@ def _model(row: PublishedRow) -> tuple[ModelSpec, bool]:
     if layers:
         changes |= {"num_mtp_layers": 0, "num_dense_layers": 1}  # as published layer-cut runs have it
     if "no MTP" in written:
-        changes["num_mtp_layers"] = 0
+        changes |= {"num_mtp_layers": 0, "mtp_shared": False}
     try:
         stand_in = _stand_in(written)
         if stand_in is not None:

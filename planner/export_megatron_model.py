@@ -42,7 +42,8 @@ def model_flags(model: ModelSpec, seq_len: int, layout: PipelineLayout) -> Itera
     yield "transformer-impl", "transformer_engine"
     yield from _layer_flags(model, layout)
     yield "hidden-size", str(model.hidden_size)
-    yield "ffn-hidden-size", str(model.dense_ffn_size or (model.moe.expert_ffn_size if model.moe else 0))
+    if width := model.dense_ffn_size or (model.moe.expert_ffn_size if model.moe else 0):
+        yield "ffn-hidden-size", str(width)
     yield from _ACTIVATION_FLAGS[model.activation]
     if model.activation == "squared_relu" and model.moe is not None:
         yield ("use-fused-weighted-squared-relu",)

@@ -67,7 +67,7 @@ def _preset(name: str, layers: int | None, num_mtp: int | None) -> ModelSpec:
     if layers is not None and layers != model.num_layers:
         changes |= {"num_layers": layers, "num_dense_layers": min(model.num_dense_layers, layers)}
     if num_mtp is not None and num_mtp != model.num_mtp_layers:
-        changes["num_mtp_layers"] = num_mtp
+        changes |= {"num_mtp_layers": num_mtp, "mtp_shared": model.mtp_shared and num_mtp > 0}
     return validate(ModelSpec, model.model_dump() | changes, name) if changes else model
 
 

@@ -61,7 +61,6 @@ class Sizes:
     expert_hidden: int
     has_latent: bool
     linear_projection: int
-    linear_conv: int
     linear_inner: int
     linear_recurrence: int
     heads: int
@@ -121,7 +120,6 @@ def sizes_of(
         expert_hidden=model.expert_hidden_size,
         has_latent=moe is not None and moe.latent_size > 0,
         linear_projection=linear_mixer_projection(mixer) if mixer else 0,
-        linear_conv=mixer.conv_size if mixer else 0,
         linear_inner=mixer.inner_size if mixer else 0,
         linear_recurrence=mixer.inner_size if isinstance(mixer, Mamba2) and exchanges_heads else 0,
         heads=attention.num_heads,
@@ -203,7 +201,9 @@ _ATTENTION = (
     Row("key", "attention", lambda z: z.key, dropped_by=("mla_up_proj",), offloaded_by="core_attn"),
     Row("value", "attention", lambda z: z.value, dropped_by=("mla_up_proj",), offloaded_by="core_attn"),
     Row("attention output", "attention", lambda z: z.attended, offloaded_by="attn_proj"),
-    Row("attention output of delayed scaling", "attention", lambda z: z.attended, "delayed_copy"),
+    Row("attention output of delayed scaling", "attention", lambda z: z.attended * (not z.gate), "delayed_copy"),
+    Row("gate of the output", "attention", lambda z: z.gate),
+    Row("attention output after its gate", "attention", lambda z: z.gate, "quantized", offloaded_by="attn_proj"),
     Row("softmax log-sum-exp", "attention", lambda z: z.heads * (z.scores == 0), "fp32", ("core_attn",)),
     Row("softmax output", "attention", lambda z: z.scores, dropped_by=("core_attn",)),
 )

@@ -108,8 +108,16 @@ def test_a_model_survives_json(model: ModelSpec) -> None:
     [
         ({"attention": {"kind": "gqa", "num_heads": 6, "num_kv_heads": 4, "head_dim": 8}}, "not a multiple"),
         ({"moe": {"num_experts": 4, "top_k": 5, "expert_ffn_size": 8}}, "top_k 5 exceeds num_experts 4"),
-        ({"dense_ffn_size": 0}, "needs dense_ffn_size"),
+        ({"dense_ffn_size": 0}, "need dense_ffn_size"),
+        ({"layer_pattern": "**", "dense_ffn_size": 0, "num_mtp_layers": 1}, "need dense_ffn_size"),
         ({"num_dense_layers": 3}, "num_dense_layers 3 exceeds num_layers 2"),
+        ({"layer_pattern": "*-*"}, "3 symbols for 2 layers"),
+        ({"layer_pattern": "*X"}, r"'X'; its symbols are M \* - E"),
+        ({"layer_pattern": "*-", "attention_period": 2}, "leave out periods"),
+        ({"layer_pattern": "*E"}, "need moe"),
+        ({"layer_pattern": "M-"}, "linear_mixer goes with layers that run it"),
+        ({"linear_mixer": {"kind": "mamba2", "num_heads": 3, "head_dim": 8, "state_size": 8}}, "goes with layers"),
+        ({"mtp_shared": True}, "mtp_shared goes with num_mtp_layers"),
         ({"colour": "red"}, "Extra inputs"),
     ],
 )
@@ -120,3 +128,10 @@ def test_impossible_models_are_refused(change: dict[str, object], message: str) 
     assert ModelSpec.model_validate(base).layer_kinds == (DENSE_LAYER,) * 2
     with pytest.raises(ValidationError, match=message):
         ModelSpec.model_validate(base | change)
+
+
+def test_a_model_of_mixers_alone_needs_no_width_of_an_mlp() -> None:
+    attention = GqaAttention(num_heads=4, num_kv_heads=2, head_dim=8)
+    model = ModelSpec(name="m", num_layers=2, hidden_size=32, vocab_size=64, attention=attention, layer_pattern="**")
+    # A norm, queries, keys, values and the way out in each layer; embedding, head and the last norm.
+    assert total_parameters(model) == 2 * (32 + 32 * (32 + 2 * 16) + 32 * 32) + 2 * 64 * 32 + 32

@@ -167,3 +167,15 @@ def test_recompute_never_adds_and_work_never_shrinks(
 
     assert dsv3_bytes(report_plan, recompute=("full",), mbs=mbs) <= kept(modules | {extra}, mbs) <= kept(modules, mbs)
     assert kept(modules, mbs) * 2 == kept(modules, 2 * mbs)
+
+
+@pytest.mark.parametrize("precision, after_mib", [("bf16", 32), ("fp8_delayed", 16)])
+def test_gated_attention_keeps_its_gate_and_its_output_before_and_after(
+    report_plan: Plan, precision: str, after_mib: int
+) -> None:
+    point = replace(report_plan.point, precision=precision)  # type: ignore[arg-type]
+    tensors = saved_tensors(load_model("qwen3-next-80b-a3b"), MOE_LAYER, point, MEGATRON)
+    found = {tensor.name: tensor.size_bytes / MIB for tensor in tensors if "output" in tensor.name}
+    # 16 heads of 256, 4096 tokens
+    of_gate = {"attention output": 32, "gate of the output": 32, "attention output after its gate": after_mib}
+    assert {name: found[name] for name in found if "attention" in name or "gate of" in name} == of_gate
