@@ -74,14 +74,14 @@ def test_strong_decay_over_a_long_chunk_stays_finite() -> None:
 
 
 def test_states_are_handed_on_as_exactly_at_the_end_of_a_long_sequence() -> None:
-    tokens, heads = drawn((16384,), groups=1, share=1)
-    tokens, heads = (
-        tokens._replace(time_step=tokens.time_step.detach() + 1),
-        heads._replace(rate=-torch.ones(1).double()),
-    )
-    exact = ssd(tokens, heads, (16384,), chunk_size=16)
-    single = (kind(*(x.detach().float() for x in of)) for kind, of in ((SsdTokens, tokens), (SsdHeads, heads)))
-    error = (ssd(*single, (16384,), chunk_size=16).double() - exact).abs() / exact.abs().max()
+    documents = (16384,)
+    tokens, heads = drawn(documents, groups=1, share=1)
+    tokens = SsdTokens(*(x.detach() for x in tokens))
+    tokens = tokens._replace(time_step=tokens.time_step + 1)
+    heads = SsdHeads(torch.tensor([-1.0], dtype=torch.float64), heads.skip.detach())
+    exact = ssd(tokens, heads, documents, chunk_size=16)
+    single = SsdTokens(*(x.float() for x in tokens)), SsdHeads(*(x.float() for x in heads))
+    error = (ssd(*single, documents, chunk_size=16) - exact).abs() / exact.abs().max()
     # Decays add up to 4e4, whose neighbours in fp32 are 4e-3 apart.
     assert float(error.max()) < 1e-6
 
