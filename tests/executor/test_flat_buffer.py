@@ -1,5 +1,6 @@
 """Where parameters lie in flat buffers, and that what fills the gaps changes nothing."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from moeplan.model_spec import ModelSpec
 from moeplan.plan import Plan
 from moeplan.run_config import RunConfig
 from tests.executor.cases import GQA_MODEL, build_trainer, tiny_plan
-from tests.executor.folding_cases import RUN, assert_same_run, ran_steps
+from tests.executor.folding_cases import RUN, TOLERANCE, assert_same_run, ran_steps
 from tests.executor.pools import Pools
 
 
@@ -63,3 +64,18 @@ def run_odd(rank: int, num_gpus: int, changes: dict[str, Any]) -> Any:
 def test_gaps_train_like_no_gaps(pools: Pools, changes: dict[str, Any]) -> None:
     alone = run_odd(0, 1, {"sharding": "none"})
     assert_same_run(alone, pools[2].run(run_odd, 2, changes))
+
+
+def save_odd(rank: int, run: RunConfig) -> None:
+    trainer = build_trainer(rank, tiny_plan(ODD, 2, sharding="full"), run)
+    assert trainer.checkpoints is not None
+    trainer.step(0)
+    trainer.checkpoints.save(1)
+
+
+def test_checkpoints_know_no_gaps(pools: Pools, tmp_path: Path) -> None:
+    run = RUN.model_copy(update={"save_folder": str(tmp_path), "steps": 20})
+    pools[2].run(save_odd, run)
+    trainer = build_trainer(0, tiny_plan(ODD, 1, sharding="none", optimizer_cpu_frac=0.3), run)
+    trainer.resume()
+    assert trainer.step(1).loss == pytest.approx(run_odd(0, 1, {}).losses[1], abs=TOLERANCE)
