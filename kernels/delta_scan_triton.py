@@ -121,7 +121,9 @@ class _Scan(torch.autograd.Function):
         grad_states, grad_corrections = grad_states.contiguous(), grad_corrections.contiguous()
         grad_ends, grad_own = torch.empty_like(states), torch.empty_like(corrections)
         grid, sizes, tiles = _shape(keys, states.shape[-1])
-        _backward[grid](solved, keys, left, goes_on, grad_states, grad_corrections, grad_ends, grad_own, *sizes, *tiles)
+        _backward[grid](
+            solved, keys, left, goes_on, grad_states, grad_corrections, grad_ends, grad_own, *sizes, *tiles, **_OPTIONS
+        )
         grad_solved = torch.cat([grad_own, -(grad_own @ states.mT)], -1)
         return grad_solved, corrections @ grad_ends.mT, torch.linalg.vecdot(grad_ends, states).sum(-1), None
 
