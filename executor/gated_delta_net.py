@@ -12,12 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from moeplan.executor.context import HeadExchange
 from moeplan.executor.dtypes import at_least_fp32
-from moeplan.executor.linear import column_linear
 from moeplan.executor.linear_mixer import LinearMixerBase, Place, fresh_taps
 from moeplan.executor.mesh import Mesh
-from moeplan.executor.offload import offloading
-from moeplan.executor.pack_layout import PackLayout
 from moeplan.executor.parameters import ParameterTable, split_piece
 from moeplan.executor.recompute import checkpointed
 from moeplan.executor.scopes import scope
@@ -39,7 +37,7 @@ def fresh_log_decay(uniform: Tensor) -> Tensor:
 
 
 class GatedDeltaNetMixer(LinearMixerBase):
-    """The mixer of one layer. Kept for backward: the projection, of which the rest is made again, and what goes out."""
+    """The mixer of one layer."""
 
     def __init__(self, plan: Plan, layer: int, mesh: Mesh, table: ParameterTable, spec: GatedDeltaNet) -> None:
         super().__init__(plan, layer, mesh, table, spec.inner_size)
@@ -66,21 +64,13 @@ class GatedDeltaNetMixer(LinearMixerBase):
         self.log_decay = table.add(decay, shape=(heads // tp,), is_decayed=False)
         self.norm = table.add_norm(f"{self.name}.norm.weight", spec.v_head_dim)
 
-    def forward(self, x_LH: Tensor, layout: PackLayout | None = None) -> Tensor:
-        """The mixer's addition to the residual stream of this rank's tokens."""
-        place = self.place(layout)
-        with offloading("qkv_linear", x_LH):
-            projected_TO = column_linear(x_LH, self.in_weight, None, self.group)
-        projected_BCO = projected_TO.view(-1, place.seq_len, projected_TO.shape[1])
-        if place.exchange is None:
-            out_BCI = checkpointed(partial(self._mix, place), projected_BCO)
-        else:
-            parts = [x.unflatten(2, (place.head_ranks, -1)) for x in projected_BCO.split(self.widths, 2)]
-            out_BSI = checkpointed(partial(self._mix, place), place.exchange.to_heads(torch.cat(parts, 3)))
-            out_BCI = place.exchange.to_tokens(out_BSI).flatten(2)
-        return self.project_out(out_BCI.flatten(0, 1))
+    def mix_exchanged(self, place: Place, exchange: HeadExchange, projected_BCO: Tensor) -> Tensor:
+        """out_BCI. Everything goes to the ranks of its heads: norm and gate are a head's own."""
+        parts = [x.unflatten(2, (place.head_ranks, -1)) for x in projected_BCO.split(self.widths, 2)]
+        out_BSI = checkpointed(partial(self.mix, place), exchange.to_heads(torch.cat(parts, 3)))
+        return exchange.to_tokens(out_BSI).flatten(2)
 
-    def _mix(self, place: Place, projected_BSO: Tensor) -> Tensor:
+    def mix(self, place: Place, projected_BSO: Tensor) -> Tensor:
         """Gated and normed outputs of those heads whose projections of all tokens are here, side by side."""
         spec, dtype = self.spec, at_least_fp32(projected_BSO.dtype)
         query, key, value, gate, beta, time = (width // place.head_ranks for width in self.widths)

@@ -2,9 +2,11 @@
 
 A state runs through the whole sequence, so that under context parallelism ranks exchange tokens for heads.
 
-Shapes: L tokens of this rank, T = B * C tokens of the tp group (C of each of B sequences), S positions of a sequence.
+Shapes: L tokens of this rank, T = B * C tokens of the tp group (C of each of B sequences), S positions of a sequence,
+O columns of the input projection, I channels of this rank's heads.
 """
 
+from abc import ABC, abstractmethod
 from functools import partial
 from typing import NamedTuple
 
@@ -12,10 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from moeplan.executor.context import Documents, HeadExchange, head_exchange
-from moeplan.executor.linear import row_linear
+from moeplan.executor.linear import column_linear, row_linear
 from moeplan.executor.mesh import Group, Mesh
+from moeplan.executor.offload import offloading
 from moeplan.executor.pack_layout import PackLayout
 from moeplan.executor.parameters import ParameterTable, residual_std, split_piece
+from moeplan.executor.recompute import checkpointed
 from moeplan.plan import Plan
 
 
@@ -40,8 +44,13 @@ class Place(NamedTuple):
         return 0 if self.exchange is None else self.exchange.group.index
 
 
-class LinearMixerBase(nn.Module):
-    """Where tokens lie, and the output projection: what all linear mixers share. Weights are named ``name``.*."""
+class LinearMixerBase(nn.Module, ABC):
+    """Where tokens lie, and both projections: what all linear mixers share. Weights are named ``name``.*.
+
+    Kept for backward: what comes in, the input projection, of which the rest is made again, and what goes out.
+    """
+
+    in_weight: nn.Parameter
 
     def __init__(self, plan: Plan, layer: int, mesh: Mesh, table: ParameterTable, inner_size: int) -> None:
         super().__init__()
@@ -59,9 +68,25 @@ class LinearMixerBase(nn.Module):
             return self.plan_place
         return layout.keep("linear_mixer", partial(place_of, layout.documents, layout.group, layout.device))
 
-    def project_out(self, out_TI: Tensor) -> Tensor:
-        """The addition to the residual stream of this rank's tokens."""
-        return row_linear(out_TI, self.out_weight, None, self.group)
+    def forward(self, x_LH: Tensor, layout: PackLayout | None = None) -> Tensor:
+        """The mixer's addition to the residual stream of this rank's tokens."""
+        place = self.place(layout)
+        with offloading("qkv_linear", x_LH):
+            projected_TO = column_linear(x_LH, self.in_weight, None, self.group)
+        projected_BCO = projected_TO.view(-1, place.seq_len, projected_TO.shape[1])
+        if place.exchange is None:
+            out_BCI = checkpointed(partial(self.mix, place), projected_BCO)
+        else:
+            out_BCI = self.mix_exchanged(place, place.exchange, projected_BCO)
+        return row_linear(out_BCI.flatten(0, 1), self.out_weight, None, self.group)
+
+    @abstractmethod
+    def mix(self, place: Place, projected_BSO: Tensor) -> Tensor:
+        """What goes to the output projection, out_BSI, where whole sequences are here."""
+
+    @abstractmethod
+    def mix_exchanged(self, place: Place, exchange: HeadExchange, projected_BCO: Tensor) -> Tensor:
+        """The same of this rank's tokens, out_BCI, where ranks exchange tokens for heads."""
 
 
 def place_of(documents: Documents, group: Group, device: torch.device) -> Place:

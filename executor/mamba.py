@@ -1,7 +1,5 @@
 """Mamba-2 (arXiv 2405.21060): a short convolution, a recurrence whose state decays by head, and a gated norm.
 
-For backward it keeps its projection and what goes out; convolution, states and gated norm are made again.
-
 Shapes: L tokens of this rank, T = B * C tokens of the tp group (C of each of B sequences), S positions of a sequence,
 R ranks of cp, I inner channels of this rank, M channels with time steps of what the recurrence mixes.
 """
@@ -16,11 +14,8 @@ from torch.nn import functional as F
 
 from moeplan.executor.context import HeadExchange
 from moeplan.executor.dtypes import at_least_fp32
-from moeplan.executor.linear import column_linear
 from moeplan.executor.linear_mixer import LinearMixerBase, Place, fresh_taps
 from moeplan.executor.mesh import Mesh
-from moeplan.executor.offload import offloading
-from moeplan.executor.pack_layout import PackLayout
 from moeplan.executor.parameters import ParameterTable, split_piece
 from moeplan.executor.recompute import checkpointed
 from moeplan.executor.scopes import scope
@@ -103,24 +98,12 @@ class Mamba(LinearMixerBase):
         piece = split_piece(f"{self.name}.{name}", (self.mixer.num_heads,), 0, self.group, **fresh)
         return table.add(piece, shape=(self.num_heads,), is_decayed=False)
 
-    def forward(self, x_LH: Tensor, layout: PackLayout | None = None) -> Tensor:
-        """The mixer's addition to the residual stream of this rank's tokens."""
-        place = self.place(layout)
-        with offloading("qkv_linear", x_LH):
-            projected_TO = column_linear(x_LH, self.in_weight, None, self.group)
-        projected_BCO = projected_TO.view(-1, place.seq_len, projected_TO.shape[1])
-        if place.exchange is None:
-            out_BCI = checkpointed(partial(self._mix, place), projected_BCO)
-        else:
-            out_BCI = self._mix_exchanged(place, place.exchange, projected_BCO)
-        return self.project_out(out_BCI.flatten(0, 1))
-
-    def _mix(self, place: Place, projected_BSO: Tensor) -> Tensor:
+    def mix(self, place: Place, projected_BSO: Tensor) -> Tensor:
         """out_BSI, where whole sequences are here."""
         gate_BSI, mixed_BSM = projected_BSO.split([self.inner, projected_BSO.shape[2] - self.inner], 2)
         return self._gated_norm(self._recur(place, mixed_BSM), gate_BSI)
 
-    def _mix_exchanged(self, place: Place, exchange: HeadExchange, projected_BCO: Tensor) -> Tensor:
+    def mix_exchanged(self, place: Place, exchange: HeadExchange, projected_BCO: Tensor) -> Tensor:
         """out_BCI. The gate stays where its tokens are, and so does the norm: ranks may share a group."""
         gate_BCI, mixed_BCM = projected_BCO.split([self.inner, projected_BCO.shape[2] - self.inner], 2)
         mixed_BSM = exchange.to_heads(self._for_ranks(mixed_BCM, place.head_ranks))
