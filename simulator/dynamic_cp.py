@@ -30,8 +30,8 @@ class _Shares:
 
     linear_s: float
     attention_s: float
-    ring_s: float
-    exposed_ring_s: float
+    comm_s: float
+    exposed_comm_s: float
 
 
 def full_ranks_point(plan: Plan) -> Point:
@@ -60,12 +60,18 @@ def dynamic_step_time(plan: Plan, profile: HardwareProfile, stack: SoftwareStack
     shares = _shares(plan, batches, costs)
     full_linear_s = len(batches) * costs.linear(point.seq_len)
     full_attention_s = len(batches) * costs.attention(point.seq_len, 1)
-    total, exposed = (seconds * shares.linear_s / full_linear_s for seconds in (full.total_s, full.exposed_s))
+    linear = shares.linear_s / full_linear_s
+    attention = shares.attention_s / full_attention_s if full_attention_s else linear
+    # The family of attention holds recurrences as well, whose time follows the tokens.
+    of_cores = 1.0
+    if plan.model.linear_mixer is not None:
+        of_cores = min(1.0, full_attention_s / float(full.total_s[ATTENTION]))
+    total, exposed = full.total_s * linear, full.exposed_s * linear
     for seconds, of_full in ((total, full.total_s), (exposed, full.exposed_s)):
         seconds[_ONCE] = of_full[_ONCE]
-        seconds[ATTENTION] = of_full[ATTENTION] * shares.attention_s / full_attention_s
+        seconds[ATTENTION] = of_full[ATTENTION] * (of_cores * attention + (1 - of_cores) * linear)
         seconds[BUBBLE] = 0.0
-    total[CP_COMM], exposed[CP_COMM] = shares.ring_s, shares.exposed_ring_s
+    total[CP_COMM], exposed[CP_COMM] = shares.comm_s, shares.exposed_comm_s
     total[BUBBLE] = exposed[BUBBLE] = step_s - float(np.sum(exposed))
     return StepTime(step_s, total, exposed, full.forward_s, full.backward_s, full.send_s)
 
@@ -88,8 +94,8 @@ def _shares(plan: Plan, batches: Sequence[MicroBatch], costs: PackCosts) -> _Sha
         for pack in batch.packs:
             tokens, attention_s = _tokens(plan, pack), _attention_s(pack, costs)
             linear_s = costs.linear(tokens / pack.num_ranks)
-            ring_s = costs.ring_s(tokens, pack.num_ranks) if pack.num_ranks > 1 else 0.0
-            found += pack.num_ranks * np.array([linear_s, attention_s, ring_s, pack.cost - linear_s - attention_s])
+            comm_s = costs.comm_s(tokens, pack.num_ranks)
+            found += pack.num_ranks * np.array([linear_s, attention_s, comm_s, pack.cost - linear_s - attention_s])
     return _Shares(*(found / num_ranks).tolist())
 
 

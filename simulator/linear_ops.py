@@ -5,7 +5,7 @@ Those products are small; what takes the time is the memory that a train of kern
 fused kernel for Mamba-2: "mostly bottlenecked by memory bandwidth and latency").
 """
 
-from typing import Literal
+from typing import Literal, get_args
 
 from moeplan.mixers import LinearMixer, Mamba2
 from moeplan.parameters import linear_mixer_projection
@@ -13,6 +13,9 @@ from moeplan.simulator.layer_builder import NORM_BACKWARD, LayerBuilder
 from moeplan.simulator.op import GraphScope, Op
 from moeplan.simulator.scan_traffic import Traffic, scan_traffic
 from moeplan.vocabulary import OpFamily
+
+HeadExchange = Literal["cp_split_heads", "cp_join_heads"]
+HEAD_EXCHANGES: tuple[HeadExchange, ...] = get_args(HeadExchange)
 
 
 def linear_mixer_ops(build: LayerBuilder, mixer: LinearMixer) -> list[Op]:
@@ -29,10 +32,10 @@ def linear_mixer_ops(build: LayerBuilder, mixer: LinearMixer) -> list[Op]:
             "linear_in.quantize", (0, tokens * columns), "elementwise", "before", scope, normed=tokens * hidden
         ),
         build.gemm("linear_in", (tokens, columns, hidden), scope=scope),
-        *_split_heads(build, mixer, "cp_split_heads"),
+        *exchange_heads(build, mixer, "cp_split_heads"),
         _kernels(build, "linear_conv", "elementwise", traffic.conv, scope),
         _kernels(build, "recurrence", "attention", traffic.scan, scope),
-        *_split_heads(build, mixer, "cp_join_heads"),
+        *exchange_heads(build, mixer, "cp_join_heads"),
         _kernels(build, "linear_gated_norm", "elementwise", traffic.norm, scope),
         *out.quantize("linear_out.quantize", (tokens * inner, tokens * hidden), "elementwise", "before", scope),
         out.gemm("linear_out", (tokens, hidden, inner), scope=scope),
@@ -60,11 +63,12 @@ def _kernels(build: LayerBuilder, name: str, family: OpFamily, traffic: Traffic,
         num_kernels=traffic.forward_kernels,
         backward_num_kernels=traffic.backward_kernels,
         scope=scope,
+        repeats=build.stack.time.repeats_scans,
     )
 
 
-def _split_heads(build: LayerBuilder, mixer: LinearMixer, name: Literal["cp_split_heads", "cp_join_heads"]) -> list[Op]:
-    """All-to-all from a part of the sequence to a part of the heads, as the state runs through the whole sequence."""
+def exchange_heads(build: LayerBuilder, mixer: LinearMixer, name: HeadExchange) -> list[Op]:
+    """All-to-all of all cp ranks between parts of the sequence and of the heads: a state runs through the sequence."""
     shape = build.shape
     if shape.cp == 1:
         return []
@@ -81,7 +85,7 @@ def _split_heads(build: LayerBuilder, mixer: LinearMixer, name: Literal["cp_spli
             family="cp_comm",
             stream="cp",
             comm_bytes=shape.gathered_tokens * width * shape.element_bytes,
-            group=shape.cp_ring_group if shape.cp_head_ranks == 1 else shape.cp_heads_group,
+            group=shape.cp_group,
             scope=graph_scope(mixer),
         )
     ]

@@ -77,6 +77,7 @@ class OpShape:
     attention_frac: float
     tp_comm_overlap: bool
     tp_group: Placement
+    cp_group: Placement
     cp_heads_group: Placement
     cp_ring_group: Placement
     ep_group: Placement
@@ -117,6 +118,7 @@ class OpShape:
             attention_frac=_attention_frac(stack, profile),
             tp_comm_overlap=point.tp_comm_overlap,
             tp_group=groups.tp,
+            cp_group=groups.cp,
             cp_heads_group=groups.cp_heads,
             cp_ring_group=groups.cp_ring,
             ep_group=groups.ep,

@@ -29,6 +29,9 @@ class StackTime(Record):
         default=None,
         description="most that kernels of a linear mixer move, on any machine; none: what memory gives",
     )
+    repeats_scans: bool = Field(
+        default=False, description="convolution, recurrence and gated norm of linear mixers run again before backward"
+    )
     permute_factor: Sourced = Field(description="bytes permutations move over one read and one write of each copy")
     unfused_permute_factor: Sourced = Field(description="the same of index and scatter kernels instead of one")
     stop_launches: Sourced = Field(

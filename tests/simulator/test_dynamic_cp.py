@@ -31,12 +31,18 @@ def imbalanced() -> tuple[int, ...]:
     return tuple(lengths)
 
 
-def test_whole_sequences_take_and_hold_what_a_static_plan_does() -> None:
-    static, packed = predict(STATIC, H100, NATIVE), predict(dynamic((STATIC.seq_len,) * 16), H100, NATIVE)
+@pytest.mark.parametrize(
+    "name, num_gpus", [("qwen3-30b-a3b", 64), ("qwen3-next-80b-a3b", 16), ("nemotron3-nano-30b-a3b", 64)]
+)
+def test_whole_sequences_take_and_hold_what_a_static_plan_does(name: str, num_gpus: int) -> None:
+    plan = STATIC.replace(model=load_model(name), num_gpus=num_gpus)
+    of_documents = plan.replace(dynamic_cp=True, document_lengths=(plan.seq_len,) * 16)
+    static, packed = predict(plan, H100, NATIVE), predict(of_documents, H100, NATIVE)
     assert packed.step_s == pytest.approx(static.step_s, rel=0.01)
     assert packed.peak_memory_bytes == pytest.approx(static.peak_memory_bytes, rel=1e-9)
     for family, seconds in static.time_s.items():
-        assert packed.time_s[family].exposed_s == pytest.approx(seconds.exposed_s, rel=0.06, abs=0.01)
+        # What the host issues for messages is left out of packs.
+        assert packed.time_s[family].exposed_s == pytest.approx(seconds.exposed_s, rel=0.06, abs=0.013)
 
 
 def test_a_mix_takes_the_packs_that_run_and_families_add_up() -> None:

@@ -74,6 +74,21 @@ def test_a_scan_is_no_faster_where_memory_is() -> None:
     assert (forward["recurrence"].num_kernels, backward["recurrence"].num_kernels) == (5, 15)
 
 
+def test_the_native_stack_runs_scans_again_before_backward() -> None:
+    plan = plan_of("nemotron3-nano-30b-a3b", ep=8)
+    for stack, expected in ((STACK, []), (load_stack("native"), ["linear_conv", "recurrence", "linear_gated_norm"])):
+        shape = OpShape.of(plan.point, stack, PROFILE)
+        backward = backward_ops(forward_ops(plan.model, Part(MAMBA), shape, stack), shape, stack.time)
+        assert [op.name.removesuffix(".again") for op in backward if op.name.endswith(".again")] == expected
+
+
+def test_heads_are_exchanged_among_all_ranks_of_cp() -> None:
+    for cp_comm in ({"cp_comm": "p2p"}, {"cp_comm": "a2a+p2p", "cp_a2a_size": 2}):
+        forward, backward = linear_ops(plan_of("nemotron3-nano-30b-a3b", ep=8, cp=4, **cp_comm))
+        for name in ("cp_split_heads", "cp_join_heads"):
+            assert forward[name].group.num_ranks == backward[name].group.num_ranks == 4
+
+
 def wider(profile: HardwareProfile) -> HardwareProfile:
     doubled = profile.hbm_bytes_per_s.model_copy(update={"value": 2 * profile.hbm_bytes_per_s.value})
     return profile.model_copy(update={"hbm_bytes_per_s": doubled})
