@@ -104,6 +104,9 @@ def fields(values: HfValues) -> dict[str, Any]:
     """All fields of ModelSpec but name and source."""
     _refuse_others(values)
     pattern = _pattern(values)
+    layers = values.integer("num_hidden_layers", len(pattern))
+    if layers != len(pattern):
+        values.refuse("num_hidden_layers", f"is {layers}; the pattern has {len(pattern)} layers")
     depths = values.integer("num_nextn_predict_layers", 0, minimum=0)
     if depths:
         _check_depth(values)

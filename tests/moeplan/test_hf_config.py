@@ -391,7 +391,7 @@ def test_layers_of_one_block_are_listed_in_three_ways() -> None:
 
 def test_the_first_nemotrons_are_dense_and_name_the_width_of_heads_otherwise() -> None:
     config = {key: value for key, value in NEMOTRON_NANO.items() if key not in ("head_dim", "n_routed_experts")}
-    changes = {"hybrid_override_pattern": "M-M-*-", "attention_head_dim": 96}
+    changes = {"num_hidden_layers": 6, "hybrid_override_pattern": "M-M-*-", "attention_head_dim": 96}
     model = model_from_hf_config(config | changes, "config.json")
     assert isinstance(model.attention, GqaAttention)
     assert (model.moe, model.dense_ffn_size, model.attention.head_dim) == (None, 1856, 96)
@@ -400,6 +400,7 @@ def test_the_first_nemotrons_are_dense_and_name_the_width_of_heads_otherwise() -
 @pytest.mark.parametrize(
     "change, message",
     [
+        ({"num_hidden_layers": 50}, "num_hidden_layers is 50; the pattern has 52 layers"),
         ({"hybrid_override_pattern": "ME+"}, "hybrid_override_pattern holds '+'; M * - E can be imported"),
         ({"layers_block_type": ["mamba", "conv"]}, "layers_block_type holds 'conv'"),
         ({"use_conv_bias": False}, "use_conv_bias is False; only True"),
