@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from moeplan.hwprofiles.schema import HardwareProfile
 from moeplan.plan import Plan
 from moeplan.planner.families import stack_features
-from moeplan.planner.space import dispatch_fields, precisions_of, vp_values
+from moeplan.planner.space import absent_modules, dispatch_fields, precisions_of, vp_values
 from moeplan.results import Figures
 from moeplan.simulator.backward_ops import backward_ops
 from moeplan.simulator.graph import critical_path
@@ -127,7 +127,10 @@ def _steps(plan: Plan, profile: HardwareProfile, stack: SoftwareStack) -> Iterat
     for change, fields in (*_precisions(plan, profile, stack), *_dispatchers(plan, stack)):
         chosen = plan.point.as_dict() | fields
         yield change, fields | stack_features(stack, plan.model, profile, chosen) | {"layout": plan.layout}
+    absent = absent_modules(plan.model)
     for module in stack.recompute:
+        if module in absent:
+            continue
         if module in plan.recompute:
             change, kept = f"no recompute of {module}", set(plan.recompute) - {module}
         else:

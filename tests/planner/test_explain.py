@@ -38,6 +38,15 @@ def test_neighbours_are_one_step_away_and_say_why_they_cannot_be(request_: Searc
     assert "bubble" in why(best.predicted, half)
 
 
+def test_modules_that_a_model_lacks_are_no_step() -> None:
+    plan = Plan(
+        model=load_model("qwen3-30b-a3b"), hardware="gb300", num_gpus=8, seq_len=4096, global_batch_size=64, ep=8
+    )
+    found = {one.change for one in neighbours(plan, GB300, BRIDGE)}
+    assert found.isdisjoint({"recompute mlp", "recompute mla_up_proj", "recompute shared_experts"})
+    assert {"recompute moe", "recompute full"} <= found
+
+
 def test_leaving_a_technique_out_never_speeds_the_step_up(request_: SearchRequest) -> None:
     best = search(request_).plans[0]
     found = ablations(best.plan, GB300, BRIDGE)
