@@ -8,7 +8,8 @@ from moeplan.errors import InvalidInputError
 from moeplan.model_spec import LayerKind, ModelSpec
 from moeplan.point import Point
 from moeplan.simulator.stack import SoftwareStack
-from moeplan.simulator.tensor_tables import TABLES, Component, Row, Section, Storage, TableName, sizes_of
+from moeplan.simulator.tensor_sizes import sizes_of
+from moeplan.simulator.tensor_tables import TABLES, Component, Row, Section, Storage, TableName
 from moeplan.vocabulary import PRECISIONS, Bf16Module, OffloadModule, Precision, PrecisionName, RecomputeModule
 
 # An MTP depth is its layer and what joins its inputs; loss is the final norm and the head's input, on the last stage.

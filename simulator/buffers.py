@@ -25,7 +25,7 @@ from moeplan.point import Point
 from moeplan.simulator.activations import kept_bytes
 from moeplan.simulator.placement import layer_groups
 from moeplan.simulator.stack import SoftwareStack
-from moeplan.simulator.tensor_tables import Sizes, sizes_of
+from moeplan.simulator.tensor_sizes import Sizes, sizes_of
 from moeplan.simulator.training_state import gathered_bytes
 from moeplan.vocabulary import PRECISIONS
 
