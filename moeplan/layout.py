@@ -143,14 +143,20 @@ def balanced_layout(model: ModelSpec, num_stages: int, head_weight: float = HEAD
     ``head_weight``: a head and its loss, in MoE layers. Raises InvalidInputError with more stages than layers.
     """
     kinds = model.layer_kinds
-    num_together = model.num_mtp_layers if model.mtp_shared else 1  # depths that share their weights stay in one stage
+    # Depths that share their weights stay in one stage; Megatron builds a model from a pattern with all of them beside
+    # the loss.
+    loss, head = "L", head_weight * (1 + model.num_mtp_layers)
+    num_together = model.num_mtp_layers if model.mtp_shared else 1
     num_mtp = model.num_mtp_layers // max(1, num_together)
-    symbols = ["E", *"t" * len(kinds), *["m" * num_together] * num_mtp, "L"]
+    if model.layer_pattern:
+        loss, head = "m" * model.num_mtp_layers + loss, head + MTP_WEIGHT * model.num_mtp_layers
+        num_mtp = 0
+    symbols = ["E", *"t" * len(kinds), *["m" * num_together] * num_mtp, loss]
     weights = [
         EMBEDDING_WEIGHT,
         *(_layer_weight(model, kind) for kind in kinds),
         *[MTP_WEIGHT * num_together] * num_mtp,
-        head_weight * (1 + model.num_mtp_layers),
+        head,
     ]
     if num_stages > len(kinds) + 2:
         raise InvalidInputError(

@@ -62,3 +62,10 @@ def test_a_layout_of_another_size_is_refused_with_the_balanced_one() -> None:
 def test_more_stages_than_layers_are_refused() -> None:
     with pytest.raises(InvalidInputError, match="only 61 layers"):
         balanced_layout(DEEPSEEK, 64)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 14, 90])
+def test_mtp_depths_of_a_pattern_stay_beside_the_loss(num_stages: int) -> None:
+    layout = balanced_layout(load_model("nemotron3-super-120b-a12b"), num_stages)
+    assert len(layout.stages) == num_stages
+    assert (layout.stages[-1].num_mtp, layout.stages[-1].has_loss, layout.num_layers) == (2, True, 88)
