@@ -15,7 +15,7 @@ MODELS = {
     "gqa": small_model(moe=ONE_EXPERT),
     "mla": small_model(MLA, moe=ONE_EXPERT),
     "dense": small_model(dense=True),
-    "mamba": small_hybrid("M", state_size=30),
+    "mamba": small_hybrid("M", state_size=30, moe={"latent_size": 128}),
     "latent": small_hybrid("E", moe=ONE_EXPERT | {"latent_size": 128, "expert_ffn_size": 256}),
 }
 
