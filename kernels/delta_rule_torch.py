@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moeplan.kernels.delta_rule_reference import DeltaTokens, unit
-from moeplan.kernels.document_chunks import cut_documents, padded_documents
+from moeplan.kernels.document_chunks import chunks_of_heads, decays_between, tokens_of_chunks
 
 
 class Scan(Protocol):
@@ -54,18 +54,10 @@ def gated_delta_rule(tokens: DeltaTokens, documents: tuple[int, ...], chunk_size
     """See :func:`moeplan.kernels.delta_rule.gated_delta_rule`."""
     dtype, num_key_heads = torch.promote_types(tokens.value.dtype, torch.float32), tokens.key.shape[2]
     chunk_size = min(chunk_size, max(documents))
-
-    def chunked(x_BSV: Tensor) -> Tensor:
-        """Chunks [B, n, K, heads of each key head, C, ...] in the type of the states."""
-        x_BnCV: Tensor = padded_documents(x_BSV.to(dtype), documents, chunk_size).unflatten(1, (-1, chunk_size))
-        x_BnCKG: Tensor = x_BnCV.unflatten(3, (num_key_heads, -1))
-        return x_BnCKG.movedim(2, 4)
-
-    of_chunks = DeltaTokens(*(chunked(x) for x in tokens))
+    of_chunks = DeltaTokens(*(chunks_of_heads(x, documents, chunk_size, num_key_heads, dtype) for x in tokens))
     starts = frozenset(accumulate((-(-length // chunk_size) for length in documents), initial=0))
     out_BnKGCE = _run(of_chunks, starts, scan)
-    out_BSVE = out_BnKGCE.movedim(4, 2).flatten(3, 4).flatten(1, 2)
-    return cut_documents(out_BSVE, documents, chunk_size).to(tokens.value.dtype)
+    return tokens_of_chunks(out_BnKGCE, documents, chunk_size).to(tokens.value.dtype)
 
 
 def _run(chunks: DeltaTokens, starts: frozenset[int], scan: Scan) -> Tensor:
@@ -73,9 +65,7 @@ def _run(chunks: DeltaTokens, starts: frozenset[int], scan: Scan) -> Tensor:
     q_BnK1CD, k_BnK1CD, v_BnKGCE = unit(chunks.query), unit(chunks.key), chunks.value
     q_BnK1CD = q_BnK1CD * q_BnK1CD.shape[-1] ** -0.5
     beta_BnKGC1, so_far_BnKGC = chunks.beta[..., None], chunks.log_decay.cumsum(-1)
-    later_CC = torch.ones(v_BnKGCE.shape[-2:-1] * 2, dtype=torch.bool, device=v_BnKGCE.device).triu(1)
-    # Before exp, which would overflow there.
-    between_BnKGCC = (so_far_BnKGC[..., None] - so_far_BnKGC[..., None, :]).masked_fill(later_CC, -torch.inf).exp()
+    between_BnKGCC = decays_between(so_far_BnKGC)
     before_BnKGC1 = so_far_BnKGC.exp()[..., None]
     after_BnKGC1 = (so_far_BnKGC[..., -1:] - so_far_BnKGC).exp()[..., None]
     scores_BnKGCC = (q_BnK1CD @ k_BnK1CD.mT) * between_BnKGCC

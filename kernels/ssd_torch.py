@@ -7,12 +7,13 @@ linear in those before them, so that all are had by one product over chunks.
 Shapes: B sequences, n chunks of C tokens, G groups, H heads a group, P width of a value, N of a key.
 """
 
+from functools import partial
 from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
-from moeplan.kernels.document_chunks import cut_documents, padded_documents
+from moeplan.kernels.document_chunks import chunks_of_heads, decays_between, tokens_of_chunks
 from moeplan.kernels.ssd_reference import SsdHeads, SsdTokens
 
 
@@ -20,21 +21,14 @@ def ssd(tokens: SsdTokens, heads: SsdHeads, documents: tuple[int, ...], chunk_si
     """See :func:`moeplan.kernels.ssd.ssd`. Padding has steps of 0: it neither decays a state nor adds to it."""
     dtype, num_groups = torch.promote_types(tokens.value.dtype, torch.float32), tokens.key.shape[2]
     chunk_size = min(chunk_size, max(documents))
-
-    def chunked(x_BSH: Tensor) -> Tensor:
-        """Chunks [B, n, G, heads of each group, C, ...] in the type of the states."""
-        x_BnCH: Tensor = padded_documents(x_BSH.to(dtype), documents, chunk_size).unflatten(1, (-1, chunk_size))
-        x_BnCGH: Tensor = x_BnCH.unflatten(3, (num_groups, -1))
-        return x_BnCGH.movedim(2, 4)
-
+    chunked = partial(chunks_of_heads, documents=documents, chunk_size=chunk_size, num_groups=num_groups, dtype=dtype)
     rate_H, skip_H = (one.to(dtype) for one in heads)
     decay_BnGHC = chunked(tokens.time_step.to(dtype) * rate_H)
     added_BnGHCP = chunked(tokens.value.to(dtype) * tokens.time_step.to(dtype)[..., None])
     k_BnG1CN, q_BnG1CN = chunked(tokens.key), chunked(tokens.query)
     counts = [-(-length // chunk_size) for length in documents]
     out_BnGHCP = _run(decay_BnGHC, added_BnGHCP, k_BnG1CN, q_BnG1CN, counts)
-    out_BSHP = out_BnGHCP.movedim(4, 2).flatten(3, 4).flatten(1, 2)
-    out_BSHP = cut_documents(out_BSHP, documents, chunk_size) + skip_H[:, None] * tokens.value
+    out_BSHP = tokens_of_chunks(out_BnGHCP, documents, chunk_size) + skip_H[:, None] * tokens.value
     return out_BSHP.to(tokens.value.dtype)
 
 
@@ -42,20 +36,12 @@ def _run(decay_BnGHC: Tensor, x_BnGHCP: Tensor, k_BnG1CN: Tensor, q_BnG1CN: Tens
     """out_BnGHCP; ``counts``: chunks of each document."""
     so_far_BnGHC = decay_BnGHC.cumsum(-1)
     whole_BnGH1 = so_far_BnGHC[..., -1:]
-    scores_BnGHCC = (q_BnG1CN @ k_BnG1CN.mT) * _decays_between(so_far_BnGHC)
+    scores_BnGHCC = (q_BnG1CN @ k_BnG1CN.mT) * decays_between(so_far_BnGHC)
     after_BnGHC1 = (whole_BnGH1 - so_far_BnGHC).exp()[..., None]
     own_BnGHNP = k_BnG1CN.mT @ (x_BnGHCP * after_BnGHC1)
     before_BnGHNP = _passed_on(own_BnGHNP, whole_BnGH1[..., 0], counts)
     out_BnGHCP: Tensor = scores_BnGHCC @ x_BnGHCP + (q_BnG1CN @ before_BnGHNP) * so_far_BnGHC.exp()[..., None]
     return out_BnGHCP
-
-
-def _decays_between(so_far_C: Tensor) -> Tensor:
-    """What is left at token i of what token j <= i added [..., i, j]; nothing of later ones."""
-    size = so_far_C.shape[-1]
-    later_CC = torch.ones(size, size, dtype=torch.bool, device=so_far_C.device).triu(1)
-    # Before exp, which would overflow there.
-    return (so_far_C[..., None] - so_far_C[..., None, :]).masked_fill(later_CC, -torch.inf).exp()
 
 
 def _passed_on(own_BnGHNP: Tensor, decay_BnGH: Tensor, counts: list[int]) -> Tensor:
