@@ -38,12 +38,8 @@ def _window(values: HfValues, default: Sequence[bool], default_key: str = "slidi
     layers = values.integer("num_hidden_layers")
     windowed, key = list(default), default_key
     if "layer_types" in values:
-        types, key = values.texts("layer_types"), "layer_types"
+        types, key = values.layer_types("sliding_attention", "full_attention"), "layer_types"
         windowed = [kind == "sliding_attention" for kind in types]
-        if unknown := sorted(set(types) - {"sliding_attention", "full_attention"}):
-            values.refuse(key, f"holds {unknown[0]!r}; sliding_attention and full_attention can be imported")
-        if len(types) != layers:
-            values.refuse(key, f"has {len(types)} entries for {layers} layers")
     if not any(windowed):
         return {}
     period = next((n for n in range(1, layers + 1) if windowed == [i % n == 0 for i in range(layers)]), None)

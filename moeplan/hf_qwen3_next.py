@@ -140,11 +140,7 @@ def mixer_fields(values: HfValues) -> dict[str, Any]:
     """``linear_mixer`` and ``attention_period`` of ModelSpec; InvalidInputError where no period is every layer's."""
     layers = values.integer("num_hidden_layers")
     if "layer_types" in values:
-        types, key = values.texts("layer_types"), "layer_types"
-        if unknown := sorted(set(types) - {"linear_attention", "full_attention"}):
-            values.refuse(key, f"holds {unknown[0]!r}; linear_attention and full_attention can be imported")
-        if len(types) != layers:
-            values.refuse(key, f"has {len(types)} entries for {layers} layers")
+        types, key = values.layer_types("linear_attention", "full_attention"), "layer_types"
         attends = [kind == "full_attention" for kind in types]
     else:
         interval, key = values.integer("full_attention_interval", 4), "full_attention_interval"

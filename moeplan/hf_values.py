@@ -59,6 +59,15 @@ class HfValues:
             self._wrong(key, value, "a list of strings")
         return value
 
+    def layer_types(self, *allowed: str) -> list[str]:
+        """The kind of every layer, each of them ``allowed``."""
+        types, layers = self.texts("layer_types"), self.integer("num_hidden_layers")
+        if unknown := sorted(set(types) - set(allowed)):
+            self.refuse("layer_types", f"holds {unknown[0]!r}; {' and '.join(allowed)} can be imported")
+        if len(types) != layers:
+            self.refuse("layer_types", f"has {len(types)} entries for {layers} layers")
+        return types
+
     def integers(self, key: str, default: list[int]) -> list[int]:
         """The list of whole numbers of ``key``."""
         value = self._get(key, default)
