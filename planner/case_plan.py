@@ -251,8 +251,7 @@ def _sharding(row: PublishedRow, features: Features, stack: SoftwareStack, preci
         "fp8_primary_weights": primary and low and not frac and "fp8_primary_weights" in stack.features,
         "grad_dtype": "bf16" if bf16_gradients else "fp32",
         "moment_dtype": features.moment_dtype or "fp32",
-        "bf16_last_layers": (features.bf16_last_layers or 0) if low else 0,
-        "bf16_modules": (features.bf16_modules or ()) if low else (),
+        **features.kept_wide(is_low=low),
     }
 
 

@@ -147,8 +147,7 @@ def _memory_fields(row: PublishedRow, features: Features, stack: SoftwareStack) 
         "moment_dtype": _float_type(row, "moment_dtype", features.moment_dtype or "fp32"),
         "fp8_primary_weights": _primary_weights(row, features, stack) and low,
         "fp8_attention": bool(row.flag("fp8_attention")) and low,
-        "bf16_last_layers": (features.bf16_last_layers or 0) if low else 0,
-        "bf16_modules": (features.bf16_modules or ()) if low else (),
+        **features.kept_wide(is_low=low),
     }
 
 

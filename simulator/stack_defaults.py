@@ -1,7 +1,7 @@
 """What a release switches on where nobody says otherwise: the recipes its users run, as rules."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -41,6 +41,12 @@ class Features(Record):
     moment_dtype: Literal["fp32", "bf16"] | None = None
     bf16_last_layers: int | None = None
     bf16_modules: tuple[Bf16Module, ...] | None = None
+
+    def kept_wide(self, *, is_low: bool) -> dict[str, Any]:
+        """Plan fields of what stays in bf16 where the plan's precision ``is_low``."""
+        if not is_low:
+            return {"bf16_last_layers": 0, "bf16_modules": ()}
+        return {"bf16_last_layers": self.bf16_last_layers or 0, "bf16_modules": self.bf16_modules or ()}
 
 
 class DefaultRule(Record):
