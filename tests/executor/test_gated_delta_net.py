@@ -14,8 +14,8 @@ from moeplan.mixers import GatedDeltaNet
 from moeplan.model_spec import LayerKind
 from moeplan.simulator.activations import activation_bytes
 from moeplan.simulator.stack import load_stack
-from tests.executor.cases import run_steps, tiny_plan
-from tests.executor.folding_cases import DELTA_NET, RUN, STEPS, alone, assert_equals_alone, quick_and_slow
+from tests.executor.cases import tiny_plan
+from tests.executor.folding_cases import DELTA_NET, assert_equals_alone, quick_and_slow
 from tests.executor.pools import Pools
 from tests.executor.saved_bytes import layer_kept_bytes
 from tests.executor.test_saved_bytes import GATED, small_model, small_plan
@@ -87,14 +87,6 @@ def test_what_a_layer_keeps_is_what_the_native_stack_predicts(changes: dict[str,
     kind = LayerKind("linear", "dense" if dense else "moe")
     expected = activation_bytes(plan.model, kind, plan.point, load_stack("native"))
     assert layer_kept_bytes(plan) == pytest.approx(expected, rel=0.01)
-
-
-def test_bf16_stays_near_float64() -> None:
-    plan = tiny_plan(DELTA_NET, 1, precision="bf16", mbs=2)
-    losses = run_steps(0, plan, RUN, STEPS).losses
-    # 8 bits of mantissa: 0.4 % of a loss of 5.5, and rounding may send a token to another expert.
-    torch.testing.assert_close(losses, alone("delta-net").losses, rtol=0, atol=0.03)
-    assert losses[-1] < losses[0] - 0.05
 
 
 def test_a_mixer_is_its_formula_token_by_token() -> None:

@@ -16,15 +16,8 @@ from moeplan.kernels.ssd_reference import SsdHeads, SsdTokens, ssd
 from moeplan.layout import balanced_layout
 from moeplan.mixers import Mamba2
 from moeplan.run_config import RunConfig
-from tests.executor.cases import run_steps, tiny_plan
-from tests.executor.folding_cases import MODELS, NEMOTRON, RUN, STEPS, alone
-
-
-def test_bf16_stays_near_float64() -> None:
-    losses = run_steps(0, tiny_plan(NEMOTRON, 1, precision="bf16", mbs=2), RUN, STEPS).losses
-    # 8 bits of mantissa: 0.4 % of a loss of 5.5, and rounding may send a token to another expert.
-    torch.testing.assert_close(losses, alone("nemotron").losses, rtol=0, atol=0.03)
-    assert losses[-1] < losses[0] - 0.05
+from tests.executor.cases import tiny_plan
+from tests.executor.folding_cases import MODELS, NEMOTRON
 
 
 def test_a_mixer_is_its_formula_token_by_token() -> None:
