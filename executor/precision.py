@@ -21,7 +21,7 @@ from moeplan.executor.mtp import MtpLayer
 from moeplan.executor.quantized import QuantizedWeight, set_quantized
 from moeplan.kernels.recipes import RECIPES
 from moeplan.plan import Plan
-from moeplan.vocabulary import Bf16Module, PrecisionName, RecomputeModule
+from moeplan.vocabulary import Bf16Module, PrecisionName, RecomputeModule, wide_precision
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,8 @@ def _stays_bf16(module: nn.Module, plan: Plan) -> bool:
 
 
 def _recipe_name(part: Bf16Module | None, plan: Plan) -> PrecisionName | None:
-    """The recipe of a matrix; None: bf16. Outputs of linear mixers go to MXFP8 where NVFP4 is too narrow for them."""
+    """The recipe of a matrix; None: bf16."""
     if part is None or part not in plan.bf16_modules:
         return plan.precision
-    return "mxfp8" if part == "linear_out" and plan.precision == "nvfp4" else None
+    name = wide_precision(part, plan.precision)
+    return name if name in RECIPES else None

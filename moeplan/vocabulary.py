@@ -16,8 +16,7 @@ Sharding = Literal["none", "optimizer", "full"]
 CudaGraphScope = Literal["attn", "mamba", "mlp", "moe_router", "moe_preprocess", "moe", "full_iteration"]
 # What recipes capture of MoE layers whose shapes depend on routing (report section 3.4).
 PARTIAL_GRAPH: tuple[CudaGraphScope, ...] = ("attn", "moe_preprocess", "moe_router")
-# Linears that a low-precision recipe may leave wide: bf16, and the output projection of a linear mixer under NVFP4
-# MXFP8 (Nemotron 3 Super, arXiv 2604.12374; NVIDIA's recipes keep MTP depths in bf16 under MXFP8 too).
+# Linears that a low-precision recipe may leave wide (:func:`wide_precision`).
 Bf16Module = Literal["attention", "latent", "linear_out", "mtp"]
 OffloadModule = Literal[
     "attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act", "fused_group_mlp"
@@ -109,3 +108,11 @@ PRECISIONS: dict[PrecisionName, Precision] = {
     "mxfp8": Precision(2, 2, True, 2, 1, 1 / 32, "mxfp8", 32),
     "nvfp4": Precision(2, 1, True, 2, 0.5, 1 / 8, "nvfp4", 128),
 }
+
+
+def wide_precision(module: Bf16Module, precision: PrecisionName) -> PrecisionName:
+    """What linears have that a plan leaves wide under ``precision``: bf16, outputs of linear mixers MXFP8 under NVFP4.
+
+    Nemotron 3 Super (arXiv 2604.12374); NVIDIA's recipes keep MTP depths in bf16 under MXFP8 too.
+    """
+    return "mxfp8" if module == "linear_out" and precision == "nvfp4" else "bf16"

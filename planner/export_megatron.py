@@ -10,7 +10,7 @@ from moeplan.errors import InvalidInputError
 from moeplan.plan import Plan
 from moeplan.planner.export_megatron_model import is_hybrid, model_flags
 from moeplan.run_config import RunConfig
-from moeplan.vocabulary import Bf16Module, PrecisionName
+from moeplan.vocabulary import Bf16Module, PrecisionName, wide_precision
 
 Flag = tuple[str, ...]
 
@@ -92,10 +92,9 @@ def _wide_modules(plan: Plan) -> dict[str, str]:
     """What stays out of low precision, in the form of Megatron-LM's ``--te-precision-config-file``."""
     if not plan.bf16_modules:
         return {}
-    wider = "mxfp8" if plan.precision == "nvfp4" else "bf16"
     matchers = [
         f'  {module}_{index}:\n    type: "glob"\n    enabled: true\n    pattern: "{pattern}"\n'
-        f'    config: "{wider if module == "linear_out" else "bf16"}"\n'
+        f'    config: "{wide_precision(module, plan.precision)}"\n'
         for module in plan.bf16_modules
         for index, pattern in enumerate(_MODULE_PATTERNS[module])
     ]

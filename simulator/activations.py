@@ -10,7 +10,15 @@ from moeplan.point import Point
 from moeplan.simulator.stack import SoftwareStack
 from moeplan.simulator.tensor_sizes import sizes_of
 from moeplan.simulator.tensor_tables import TABLES, Component, Row, Section, Storage, TableName
-from moeplan.vocabulary import PRECISIONS, Bf16Module, OffloadModule, Precision, PrecisionName, RecomputeModule
+from moeplan.vocabulary import (
+    PRECISIONS,
+    Bf16Module,
+    OffloadModule,
+    Precision,
+    PrecisionName,
+    RecomputeModule,
+    wide_precision,
+)
 
 # An MTP depth is its layer and what joins its inputs; loss is the final norm and the head's input, on the last stage.
 ActivationKind = LayerKind | Literal["mtp", "loss"]
@@ -184,9 +192,9 @@ def _saved_tensors(setting: _Setting) -> tuple[SavedTensor, ...]:
 
 def _precision_of(row: Row, setting: _Setting) -> PrecisionName:
     """Of the linears that store a tensor, which the plan may keep out of its low precision."""
-    if row.input_of is None or row.input_of not in setting.bf16_modules or setting.precision == "bf16":
+    if row.input_of is None or row.input_of not in setting.bf16_modules:
         return setting.precision
-    return "mxfp8" if row.input_of == "linear_out" and setting.precision == "nvfp4" else "bf16"
+    return wide_precision(row.input_of, setting.precision)
 
 
 def _sections(setting: _Setting) -> tuple[Section, ...]:

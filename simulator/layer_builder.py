@@ -8,7 +8,7 @@ from moeplan.model_spec import ModelSpec
 from moeplan.simulator.op import GraphScope, Op, Segment
 from moeplan.simulator.op_shapes import OpShape
 from moeplan.simulator.stack import SoftwareStack
-from moeplan.vocabulary import Bf16Module, OpFamily, RecomputeModule
+from moeplan.vocabulary import Bf16Module, OpFamily, RecomputeModule, wide_precision
 
 # Bytes a backward element-wise kernel moves over those of its forward: a norm reads x and dy and writes dx (3 over 2);
 # SwiGLU reads 2f + f and writes 2f (5 over 3).
@@ -27,8 +27,7 @@ class LayerBuilder:
         """The maker for that kind of linear: wider ones where the plan keeps it out of its low precision."""
         if module not in self.shape.bf16_modules:
             return self
-        is_mxfp8 = module == "linear_out" and self.shape.precision == "nvfp4"
-        return replace(self, shape=replace(self.shape, precision="mxfp8" if is_mxfp8 else "bf16"))
+        return replace(self, shape=replace(self.shape, precision=wide_precision(module, self.shape.precision)))
 
     def gemm_frac(self, dtype: str) -> float:
         """Rate of the stack's GEMMs of that format over the machine's readings."""

@@ -26,9 +26,9 @@ def forward_ops(model: ModelSpec, part: Part, shape: OpShape, stack: SoftwareSta
 def _mixer(build: LayerBuilder, kind: LayerKind, layer: int) -> list[Op]:
     if kind.mixer == "attention":
         return attention_ops(build, layer)
-    return (
-        linear_mixer_ops(build, build.model.linear_mixer) if kind.mixer == "linear" and build.model.linear_mixer else []
-    )
+    if kind.mixer == "linear" and build.model.linear_mixer is not None:
+        return linear_mixer_ops(build, build.model.linear_mixer)
+    return []
 
 
 def _mlp(build: LayerBuilder, kind: LayerKind) -> list[Op]:
