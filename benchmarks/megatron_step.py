@@ -9,6 +9,7 @@ cross entropy, fp32 main gradients in a distributed optimizer.
 import argparse
 import json
 import os
+import socket
 import statistics
 import time
 from pathlib import Path
@@ -34,11 +35,18 @@ def main() -> None:
     settings = [one for one in options.settings.split(",") if one]
     if unknown := set(settings) - set(SETTINGS):
         parser.error(f"unknown settings {sorted(unknown)}; known: {', '.join(SETTINGS)}")
-    os.environ.update({"CUDA_DEVICE_MAX_CONNECTIONS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"})
+    os.environ.update({"CUDA_DEVICE_MAX_CONNECTIONS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()})
     for one in settings:
         os.environ.update(ENVIRONMENT.get(one, {}))
     result = _run(options, settings)
     options.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+def _free_port() -> str:
+    """So that two GPUs of a host can each run one."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return str(one.getsockname()[1])
 
 
 def _run(options: argparse.Namespace, settings: list[str]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +44,13 @@ def main() -> None:
         ids = np.random.default_rng(0).integers(0, VOCABULARY, (options.steps + 3) * TOKENS_A_STEP + 1, dtype=np.uint16)
         ids.tofile(data)
         for model in options.models.split(","):
-            rows += [_moeplan(model, options, fix, data, Path(folder)) for fix in options.fix or [""]]
+            runs = [partial(_moeplan, model, options, fix, data, Path(folder)) for fix in options.fix or [""]]
             settings = options.settings or BEST[model]
-            rows += [_megatron(model, one, options.steps, data, Path(folder)) for one in settings]
-            options.out.with_suffix(".json").write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+            runs += [partial(_megatron, model, one, options.steps, data, Path(folder)) for one in settings]
+            for run in runs:
+                rows.append(run())
+                options.out.with_suffix(".json").write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+                print(markdown(rows[-1:]).splitlines()[-1], flush=True)
     options.out.with_suffix(".md").write_text(markdown(rows), encoding="utf-8")
 
 
