@@ -15,16 +15,7 @@ from torch import Tensor
 from torch.nn import functional as Fn
 
 from moeplan.executor.kernel_tuning import LARGE_EXPERT_ROWS
-from moeplan.kernels import (
-    activation,
-    adam,
-    cross_entropy,
-    gathered_gemm,
-    grouped_gemm,
-    grouped_weight_grad,
-    permute,
-    split_qkv,
-)
+from moeplan.kernels import activation, adam, cross_entropy, grouped_gemm, grouped_weight_grad, permute, split_qkv
 from moeplan.kernels.main_grad import MainGrad
 from moeplan.kernels.norm import rms_norm
 from moeplan.kernels.rotary import rotary_tables
@@ -100,7 +91,6 @@ def _expert_cases(plan: Plan, moe: Moe, device: torch.device) -> Iterator[Case]:
         moved = 2 * BF16 * (R * (width + out) + weights)
         yield Case("experts: forward and input gradient", shape, runs, 2 * num_flops, moved)
         del runs
-        yield _gathered_case(plan, rows, weight, is_first=width == H)
         part = Operands(x.detach(), _normal(device, R, out), rows.offsets_E)
         main = MainGrad(torch.zeros((E, width, out), device=device), is_clear=False)
         adding = grouped_weight_grad.BACKENDS
@@ -109,38 +99,8 @@ def _expert_cases(plan: Plan, moe: Moe, device: torch.device) -> Iterator[Case]:
             adds: dict[str, Run] = {
                 name: partial(grouped_weight_grad.add_parts_, main, (part,) * count, backend=name) for name in names
             }
-            if count == 1:
-                adds |= _gathered_adds(main, part, rows, is_first=width == H)
             moved = 2 * FP32 * weights + count * BF16 * R * (width + out)
             yield Case(f"experts: {what}", shape, adds, count * num_flops, moved)
-
-
-def _gathered_adds(main: MainGrad, part: Operands, rows: RowMap, *, is_first: bool) -> dict[str, Run]:
-    """The kernel's weight gradients with one operand read from tokens by index."""
-    if not grouped_weight_grad.triton_takes(main.total, part.x_TH):
-        return {}
-    T, token_R = rows.row_of_slot_TK.shape[0], rows.token_of_row_R
-    x, grad = (part.x_TH[:T], part.grad_TF) if is_first else (part.x_TH, part.grad_TF[:T])
-    tokens = Operands(x, grad, part.offsets_E, token_R, "x" if is_first else "grad")
-    names = grouped_weight_grad.TRITON
-    return {f"{name}, gathered": partial(grouped_weight_grad.add_parts_, main, (tokens,), backend=name)
-            for name in names}  # fmt: skip
-
-
-def _gathered_case(plan: Plan, rows: RowMap, weight: Tensor, *, is_first: bool) -> Case:
-    """The same from tokens, or to tokens: with the copies of rows that grouped_mm needs, or read by index."""
-    (E, width, out), T = weight.shape, plan.tokens_per_rank
-    R = len(rows.slot_of_row_R)
-    function, num_in = (gathered_gemm.gathered_gemm, T) if is_first else (gathered_gemm.summed_gemm, R)
-    x = _normal(weight.device, num_in, width, grad=True)
-    runs = {
-        name: _both_ways(partial(function, weight_EHF=weight, rows=rows, backend=name), [x])
-        for name in gathered_gemm.BACKENDS
-    }
-    moved = 2 * BF16 * (num_in * width + (R if is_first else T) * out + E * width * out)
-    what = "from tokens" if is_first else "to tokens"
-    return Case(f"experts: forward and input gradient {what}", f"{T} x {R // T}, {width} x {out}", runs,
-                4.0 * R * width * out, moved)  # fmt: skip
 
 
 def _adds(name: str, total: Tensor, part: Operands) -> bool:

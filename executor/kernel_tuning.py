@@ -10,7 +10,6 @@ import json
 import os
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -21,13 +20,11 @@ from torch import Tensor
 from moeplan.errors import InvalidInputError
 from moeplan.executor.candidate_timing import under_load
 from moeplan.executor.mesh import Mesh
-from moeplan.executor.moe import may_read_tokens
 from moeplan.files import write_text_atomically
-from moeplan.kernels import gathered_gemm, grouped_gemm, grouped_weight_grad
+from moeplan.kernels import grouped_gemm, grouped_weight_grad
 from moeplan.kernels.back_end_choice import Shape, choices, choose
 from moeplan.kernels.grouped_weight_grad import TRITON, add_parts_, triton_takes
-from moeplan.kernels.main_grad import MainGrad, set_main_grad
-from moeplan.kernels.row_map import RowMap, row_map
+from moeplan.kernels.main_grad import MainGrad
 from moeplan.kernels.weight_grad_pairs import Operands
 from moeplan.plan import Plan
 from moeplan.vocabulary import ExpertMatrix
@@ -37,7 +34,6 @@ LARGE_EXPERT_ROWS = 256  # below it one launch an expert costs more than its pro
 _BACK_ENDS: Mapping[str, Collection[str]] = {
     grouped_gemm.OPERATION: grouped_gemm.BACKENDS,
     grouped_weight_grad.OPERATION: grouped_weight_grad.BACKENDS,
-    gathered_gemm.OPERATION: gathered_gemm.BACKENDS,
 }
 
 
@@ -72,10 +68,10 @@ def tune(plan: Plan, mesh: Mesh, device: torch.device, *, deterministic: bool = 
     path = cache_path()
     known = _read(path)
     for shape, matrix in zip(expert_shapes(plan, mesh), get_args(ExpertMatrix), strict=True):
-        case = _Case(shape, num_rows, matrix, moe.top_k * may_read_tokens(plan, mesh), matrix in plan.paired_wgrad)
-        key = _key(case, device)
+        is_paired = matrix in plan.paired_wgrad
+        key = _key(shape, num_rows, device, is_paired=is_paired)
         if key not in known:
-            known[key] = _measure(case, device)
+            known[key] = _measure(shape, num_rows, device, is_paired=is_paired)
             with suppress(InvalidInputError):  # a folder that cannot be written costs the next run a second
                 write_text_atomically(path, json.dumps(known, indent=2, sort_keys=True) + "\n")
         for operation, times_s in known[key].items():
@@ -97,66 +93,29 @@ def _read(path: Path) -> dict[str, dict[str, dict[str, float]]]:
     return known if isinstance(known, dict) else {}
 
 
-@dataclass(frozen=True)
-class _Case:
-    """One matrix of the experts. ``top_k``: rows a token where tokens may be read in their place, else 0."""
-
-    shape: Shape
-    num_rows: int
-    matrix: ExpertMatrix
-    top_k: int
-    is_paired: bool
-
-
-def _key(case: _Case, device: torch.device) -> str:
+def _key(shape: Shape, num_rows: int, device: torch.device, *, is_paired: bool) -> str:
     where = f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
-    what = f"{'x'.join(map(str, case.shape))}, {case.num_rows} rows, bf16 into fp32"
-    how = (" of pairs" if case.is_paired else "") + (f", {case.top_k} a token" if case.top_k else "")
-    return f"{where}, {what}{how}, in rounds under load"
+    what = f"{'x'.join(map(str, shape))}, {num_rows} rows, bf16 into fp32{' of pairs' if is_paired else ''}"
+    return f"{where}, {what}, in rounds under load"
 
 
-def _measure(case: _Case, device: torch.device) -> dict[str, dict[str, float]]:
-    """Seconds of each candidate, for both products that autograd takes, and for additions of weight gradients.
-
-    Where tokens may be read in place of rows, also for all of it from or to tokens.
-    """
-    (E, H, F), num_rows = case.shape, case.num_rows
+def _measure(shape: Shape, num_rows: int, device: torch.device, *, is_paired: bool) -> dict[str, dict[str, float]]:
+    """Seconds of each candidate: both products that autograd takes, and the addition of one or two weight gradients."""
+    E, H, F = shape
     generator = torch.Generator().manual_seed(0)
-    expert_R = torch.multinomial(torch.ones(E), num_rows, replacement=True, generator=generator).to(device)
-    rows = row_map(expert_R.view(-1, max(case.top_k, 1)), E)
+    num_rows_E = torch.multinomial(torch.ones(E), num_rows, replacement=True, generator=generator).bincount(minlength=E)
+    offsets_E = num_rows_E.cumsum(0).to(torch.int32).to(device)
     x_RH = torch.randn((num_rows, H), device=device).bfloat16().requires_grad_()
     grad_RF = torch.randn((num_rows, F), device=device).bfloat16()
-    weight_EHF = torch.randn(case.shape, device=device).bfloat16()
-    main = MainGrad(torch.zeros(case.shape, device=device), is_clear=False)
+    weight_EHF = torch.randn(shape, device=device).bfloat16()
+    main = MainGrad(torch.zeros(shape, device=device), is_clear=False)
     names = ["torch", "by_expert"] if num_rows >= LARGE_EXPERT_ROWS * E else ["torch"]
-    products = {name: _product(name, x_RH, weight_EHF, rows.offsets_E, grad_RF) for name in names}
-    has_triton = triton_takes(main.total, x_RH)
-    if has_triton:
+    products = {name: _product(name, x_RH, weight_EHF, offsets_E, grad_RF) for name in names}
+    if triton_takes(main.total, x_RH):
         names += TRITON
-    parts = (Operands(x_RH.detach(), grad_RF, rows.offsets_E),) * (1 + case.is_paired)
+    parts = (Operands(x_RH.detach(), grad_RF, offsets_E),) * (1 + is_paired)
     additions = {name: partial(add_parts_, main, parts, backend=name) for name in names}
-    found = {grouped_gemm.OPERATION: under_load(products), grouped_weight_grad.OPERATION: under_load(additions)}
-    if has_triton and case.top_k:
-        for operation, times_s in found.items():  # what the others below are made of
-            choose(operation, case.shape, min(times_s, key=lambda name: times_s[name]))
-        set_main_grad(weight_EHF.requires_grad_(), main)
-        gathered = {name: _gathered(name, case, x_RH, weight_EHF, rows) for name in gathered_gemm.BACKENDS}
-        found[gathered_gemm.OPERATION] = under_load(gathered)
-    return found
-
-
-def _gathered(name: str, case: _Case, x_RH: Tensor, weight_EHF: Tensor, rows: RowMap) -> Callable[[], object]:
-    """All of a matrix's work between tokens and rows: forward and both gradients."""
-    num_tokens, is_first = len(rows.row_of_slot_TK), case.matrix == "expert_fc1"
-    function = gathered_gemm.gathered_gemm if is_first else gathered_gemm.summed_gemm
-    x = (x_RH[:num_tokens] if is_first else x_RH).detach().requires_grad_()
-    grad = torch.randn((case.num_rows if is_first else num_tokens, case.shape[2]), device=x.device).bfloat16()
-
-    def run() -> Any:
-        y = function(x, weight_EHF, rows, backend=name)
-        return torch.autograd.grad(y, (x, weight_EHF), grad, allow_unused=True)  # the weight's goes to its main one
-
-    return run
+    return {grouped_gemm.OPERATION: under_load(products), grouped_weight_grad.OPERATION: under_load(additions)}
 
 
 def _product(name: str, x_RH: Tensor, weight_EHF: Tensor, offsets_E: Tensor, grad_RF: Tensor) -> Callable[[], object]:

@@ -30,15 +30,10 @@ from moeplan.executor.recompute import checkpointed, dropping_output
 from moeplan.executor.routed import Beside, route_tokens
 from moeplan.executor.router import Router
 from moeplan.executor.scopes import scope
-from moeplan.kernels import gathered_gemm
 from moeplan.kernels.activation import activation
-from moeplan.kernels.back_end_choice import chosen
-from moeplan.kernels.permute import permute_probs
 from moeplan.kernels.router import Routing
-from moeplan.kernels.row_map import row_map
 from moeplan.model_spec import ModelSpec, Moe
 from moeplan.plan import Plan
-from moeplan.vocabulary import PRECISIONS
 
 
 class Experts(nn.Module):
@@ -127,40 +122,6 @@ class Experts(nn.Module):
             return dropping_output(activate, (hidden_RG,), project)
         return project(*activate(hidden_RG))
 
-    @property
-    def reads_tokens(self) -> bool:
-        """Whether some matrix was found faster where its kernel reads tokens by index."""
-        shapes = (tuple(weight.shape) for weight in (self.in_weight_EHF, self.out_weight_EFH))
-        return any(chosen(gathered_gemm.OPERATION, shape) == "triton_gather" for shape in shapes)
-
-    def from_tokens(self, x_LH: Tensor, routing: Routing) -> Tensor:
-        """y_LH of tokens that all their experts are here for, without copies of them where kernels can do without."""
-        with scope("permute"):
-            rows = row_map(routing.expert_index_TK, len(self.in_weight_EHF))
-            probs_R = permute_probs(routing.probs_TK, rows)
-        with scope("expert_gemm"):
-            hidden_RG = gathered_gemm.gathered_gemm(x_LH, self.in_weight_EHF, rows)
-
-        def project(hidden_RF: Tensor) -> Tensor:
-            with scope("expert_gemm"):
-                return gathered_gemm.summed_gemm(hidden_RF, self.out_weight_EFH, rows)
-
-        return self._activate(hidden_RG, probs_R, project)
-
-
-def may_read_tokens(plan: Plan, mesh: Mesh) -> bool:
-    """Whether tokens stay on their rank with all their copies, and nothing but GEMMs and activations meets them."""
-    moe = plan.model.moe
-    return (
-        moe is not None
-        and not moe.mlp_bias
-        and mesh.etp_ep.size == 1
-        and plan.memory_efficient_permutation
-        and PRECISIONS[plan.precision].quantized_bytes is None
-        and plan.routing != "drop"
-        and not (plan.paged_stash_factor or plan.offload_layers or plan.offload_modules)
-    )
-
 
 class MoeBlock(nn.Module):
     """A layer's experts: routed, and shared where the model has them."""
@@ -169,7 +130,6 @@ class MoeBlock(nn.Module):
         super().__init__()
         name = f"layers.{layer}"
         self.probs_before_fc2 = plan.memory_efficient_permutation
-        self.may_read_tokens = may_read_tokens(plan, mesh)
         self.recompute_shared = "shared_experts" in plan.recompute
         self.overlap_shared = plan.shared_expert_overlap and mesh.etp_ep.size > 1
         self.router = Router(plan, moe, f"{name}.router", mesh, table)
@@ -213,8 +173,6 @@ class MoeBlock(nn.Module):
 
     def _run_routed(self, x_LH: Tensor, routing: Routing, layout: PackLayout | None, beside: Beside | None) -> Tensor:
         """Each token's experts, summed; H is the latent's width where the model has one."""
-        if self.may_read_tokens and self.experts.reads_tokens:
-            return self.experts.from_tokens(x_LH, routing)
         if self.echo is None:
             return self._exchange(self._run_experts, x_LH, routing, layout, beside)
         echo_plan = self.echo.plan(routing.expert_index_TK)

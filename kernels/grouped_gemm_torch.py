@@ -39,7 +39,7 @@ class _GroupedGemm(torch.autograd.Function):
         x_TH = x_TH.contiguous()
         ctx.save_for_backward(x_TH, weight_EHF, offsets_E)
         ctx.main_grad = main_grad_of(weight_EHF)
-        return product(x_TH, weight_EHF, offsets_E)
+        return _product(x_TH, weight_EHF, offsets_E)
 
     @staticmethod
     @once_differentiable
@@ -48,7 +48,7 @@ class _GroupedGemm(torch.autograd.Function):
         grad_TF = grad_TF.contiguous()
         grad_x_TH = grad_weight_EHF = None
         if ctx.needs_input_grad[0]:
-            grad_x_TH = product(grad_TF, weight_EHF.transpose(1, 2), offsets_E)
+            grad_x_TH = _product(grad_TF, weight_EHF.transpose(1, 2), offsets_E)
         main = ctx.main_grad
         if ctx.needs_input_grad[1] and main is not None:
             now_or_later(lambda: add_grouped_weight_grad_(main, x_TH, grad_TF, offsets_E))
@@ -57,8 +57,7 @@ class _GroupedGemm(torch.autograd.Function):
         return grad_x_TH, grad_weight_EHF, None
 
 
-def product(x_TH: Tensor, weight_EHF: Tensor, offsets_E: Tensor) -> Tensor:
-    """y_TF without a gradient."""
+def _product(x_TH: Tensor, weight_EHF: Tensor, offsets_E: Tensor) -> Tensor:
     if is_supported(x_TH, weight_EHF):
         return F.grouped_mm(x_TH, weight_EHF, offs=offsets_E)
     return grouped_gemm_reference.grouped_gemm(x_TH, weight_EHF, offsets_E)

@@ -48,12 +48,8 @@ def add_grouped_weight_grad_(
     from the first gradient of a step. Without ``backend``: the one chosen for this shape, else the default. Where
     ``main`` takes two micro-batches at a time, the first of two waits for the second.
     """
-    add_operands_(main, Operands(x_TH, grad_TF, offsets_E), backend=backend)
-
-
-def add_operands_(main: MainGrad, operands: Operands, *, backend: str | None = None) -> None:
-    """As :func:`add_grouped_weight_grad_`, whose operands may be tokens that rows are gathered from."""
-    parts = (operands,) if main.pairs is None else main.pairs.take(operands)
+    one = Operands(x_TH, grad_TF, offsets_E)
+    parts = (one,) if main.pairs is None else main.pairs.take(one)
     if parts:
         add_parts_(main, parts, backend=backend)
 
@@ -61,7 +57,7 @@ def add_operands_(main: MainGrad, operands: Operands, *, backend: str | None = N
 def add_parts_(main: MainGrad, parts: Sequence[Operands], *, backend: str | None = None) -> None:
     """As :func:`add_grouped_weight_grad_`, for the gradients of one micro-batch or of two, now."""
     name = backend or chosen(OPERATION, tuple(main.total.shape)) or _default(main.total, parts[0].x_TH)
-    BACKENDS[name](main, parts if name in TRITON else [part.copied() for part in parts])
+    BACKENDS[name](main, parts)
 
 
 def _default(total_EHF: Tensor, x_TH: Tensor) -> str:

@@ -23,7 +23,6 @@ from moeplan.kernels.main_grad import MainGrad
 from moeplan.kernels.triton_launch import num_processors
 from moeplan.kernels.weight_grad_pairs import Operands
 
-_GATHERS = {"none": 0, "x": 1, "grad": 2}
 _TILES_A_GROUP = 8  # tiles of H that follow one another before F moves on: their operands stay in L2
 
 
@@ -99,34 +98,15 @@ def _put_halves(
 
 
 @triton.jit
-def _load(desc, ptr, token_ptr, row, end, col, width, GATHER: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr):
-    """A block of rows: as they lie, or of the tokens that they are copies of; zeros from ``end`` on in the latter."""
-    if not GATHER:
-        return desc.load([row, col])
-    rows, cols = row + tl.arange(0, ROWS), col + tl.arange(0, TILE)
-    token = tl.load(token_ptr + rows, rows < end, 0).to(tl.int64)
-    mask = (rows < end)[:, None] & (cols < width)[None, :]
-    return tl.load(ptr + token[:, None] * width + cols[None, :], mask, 0.0)
-
-
-@triton.jit
 def _sum(
     product,
     x_desc,
     grad_desc,
-    x_ptr,
-    grad_ptr,
-    token_ptr,
     offsets_ptr,
     expert,
     first_h,
     first_f,
-    H,
-    F,
-    GATHERS: tl.constexpr,
     ROWS: tl.constexpr,
-    TILE_H: tl.constexpr,
-    TILE_F: tl.constexpr,
 ):
     """``product`` plus x.T @ grad over the rows of an expert."""
     start = tl.load(offsets_ptr + tl.maximum(expert - 1, 0))
@@ -134,12 +114,12 @@ def _sum(
     end = tl.load(offsets_ptr + expert)
     whole_end = start + (end - start) // ROWS * ROWS
     for row in range(start, whole_end, ROWS):
-        x = _load(x_desc, x_ptr, token_ptr, row, end, first_h, H, GATHERS == 1, ROWS, TILE_H)
-        grad = _load(grad_desc, grad_ptr, token_ptr, row, end, first_f, F, GATHERS == 2, ROWS, TILE_F)
+        x = x_desc.load([row, first_h])
+        grad = grad_desc.load([row, first_f])
         product = tl.dot(x.T, grad, product)
     if whole_end < end:
-        x = _load(x_desc, x_ptr, token_ptr, whole_end, end, first_h, H, GATHERS == 1, ROWS, TILE_H)
-        grad = _load(grad_desc, grad_ptr, token_ptr, whole_end, end, first_f, F, GATHERS == 2, ROWS, TILE_F)
+        x = x_desc.load([whole_end, first_h])
+        grad = grad_desc.load([whole_end, first_f])
         x = tl.where((whole_end + tl.arange(0, ROWS) < end)[:, None], x, 0.0)
         product = tl.dot(x.T, grad, product)
     return product
@@ -149,15 +129,9 @@ def _sum(
 def _add_products(
     x_desc,
     grad_desc,
-    x_ptr,
-    grad_ptr,
-    token_ptr,
     offsets_ptr,
     next_x_desc,
     next_grad_desc,
-    next_x_ptr,
-    next_grad_ptr,
-    next_token_ptr,
     next_offsets_ptr,
     total_desc,
     E,
@@ -171,7 +145,6 @@ def _add_products(
     REDUCE: tl.constexpr,
     GROUP: tl.constexpr,
     IS_PAIR: tl.constexpr,
-    GATHERS: tl.constexpr,
 ):
     tiles_h = tl.cdiv(H, TILE_H)
     tiles_f = tl.cdiv(F, TILE_F)
@@ -184,15 +157,9 @@ def _add_products(
         first_h = (first_of_group + place % (GROUP * tiles_f) % group) * TILE_H
         first_f = place % (GROUP * tiles_f) // group * TILE_F
         product = tl.zeros((TILE_H, TILE_F), tl.float32)
-        product = _sum(
-            product, x_desc, grad_desc, x_ptr, grad_ptr, token_ptr, offsets_ptr, expert, first_h, first_f, H, F,
-            GATHERS, ROWS, TILE_H, TILE_F,
-        )  # fmt: skip
+        product = _sum(product, x_desc, grad_desc, offsets_ptr, expert, first_h, first_f, ROWS)
         if IS_PAIR:
-            product = _sum(
-                product, next_x_desc, next_grad_desc, next_x_ptr, next_grad_ptr, next_token_ptr, next_offsets_ptr,
-                expert, first_h, first_f, H, F, GATHERS, ROWS, TILE_H, TILE_F,
-            )  # fmt: skip
+            product = _sum(product, next_x_desc, next_grad_desc, next_offsets_ptr, expert, first_h, first_f, ROWS)
         _put_halves(
             total_desc, product, expert, first_h, first_f, IS_FIRST, REDUCE, HALVINGS, TILE_H, TILE_F
         )  # fmt: skip
@@ -201,7 +168,7 @@ def _add_products(
 def add_(main: MainGrad, parts: Sequence[Operands], name: str = "triton") -> None:
     """See :class:`moeplan.kernels.grouped_weight_grad.GroupedWeightGrad`. Rows of 16 whole bytes."""
     config, total_EHF = CONFIGS[name], main.total
-    parts = [part for part in parts if part.num_rows]  # no bulk copy has a dimension of 0
+    parts = [part for part in parts if len(part.x_TH)]  # no bulk copy has a dimension of 0
     if not parts:
         main.add_zeros_()
         return
@@ -214,18 +181,14 @@ def add_(main: MainGrad, parts: Sequence[Operands], name: str = "triton") -> Non
         *_inputs(parts[0], config), *_inputs(parts[-1], config),
         TensorDescriptor.from_tensor(total_EHF, [1, config.tile_h, out_width]),
         E, H, F, config.tile_h, config.tile_f, config.rows, config.halvings, main.is_clear, reduce, _TILES_A_GROUP,
-        len(parts) == 2, _GATHERS[parts[0].gathers], num_stages=config.num_stages, num_warps=config.num_warps,
+        len(parts) == 2, num_stages=config.num_stages, num_warps=config.num_warps,
     )  # fmt: skip
     main.is_clear = False
 
 
-def _inputs(part: Operands, config: Config) -> tuple[TensorDescriptor | Tensor, ...]:
-    x, grad = part.x_TH.contiguous(), part.grad_TF.contiguous()
+def _inputs(part: Operands, config: Config) -> tuple[TensorDescriptor, TensorDescriptor, Tensor]:
     return (
-        TensorDescriptor.from_tensor(x, [config.rows, config.tile_h]),
-        TensorDescriptor.from_tensor(grad, [config.rows, config.tile_f]),
-        x,
-        grad,
-        part.offsets_E if part.token_R is None else part.token_R,
+        TensorDescriptor.from_tensor(part.x_TH.contiguous(), [config.rows, config.tile_h]),
+        TensorDescriptor.from_tensor(part.grad_TF.contiguous(), [config.rows, config.tile_f]),
         part.offsets_E,
     )

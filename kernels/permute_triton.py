@@ -106,8 +106,7 @@ def _copied(x_TH: Tensor, rows: RowMap) -> Tensor:
     return rows_RH
 
 
-def summed(rows_RH: Tensor, row_of_slot_TK: Tensor) -> Tensor:
-    """y_TH: the sum of each token's rows, without a gradient."""
+def _summed(rows_RH: Tensor, row_of_slot_TK: Tensor) -> Tensor:
     rows_RH = rows_RH.contiguous()
     num_tokens, top_k = row_of_slot_TK.shape
     y_TH = rows_RH.new_empty((num_tokens, rows_RH.shape[1]))
@@ -127,14 +126,14 @@ class _Permute(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_RH: Tensor) -> tuple[Tensor, None]:
         (row_of_slot_TK,) = ctx.saved_tensors
-        return summed(grad_RH, row_of_slot_TK), None
+        return _summed(grad_RH, row_of_slot_TK), None
 
 
 class _Unpermute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows_RH: Tensor, rows: RowMap) -> Tensor:
         ctx.rows = rows  # indices of a map that both directions share: no gradient, no cycle
-        return summed(rows_RH, rows.row_of_slot_TK)
+        return _summed(rows_RH, rows.row_of_slot_TK)
 
     @staticmethod
     @once_differentiable

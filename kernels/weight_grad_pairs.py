@@ -8,39 +8,17 @@ Shapes: T rows sorted by expert, H input width, F output width, E experts.
 # ruff: noqa: N815 - shape suffixes
 
 from dataclasses import dataclass
-from typing import Literal
 
 from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Operands:
-    """What the weight gradients of one micro-batch are products of; ``offsets_E`` is where each expert's rows end.
-
-    Where ``gathers`` names one of them it holds tokens, and ``token_R`` which of them each row is.
-    """
+    """What the weight gradients of one micro-batch are products of; ``offsets_E`` is where each expert's rows end."""
 
     x_TH: Tensor
     grad_TF: Tensor
     offsets_E: Tensor
-    token_R: Tensor | None = None
-    gathers: Literal["x", "grad", "none"] = "none"
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of all experts."""
-        return len(self.x_TH if self.token_R is None else self.token_R)
-
-    def copied(self) -> "Operands":
-        """The same with rows in place of tokens."""
-        if self.token_R is None:
-            return self
-        x, grad = self.x_TH, self.grad_TF
-        if self.gathers == "x":
-            x = x.index_select(0, self.token_R)
-        else:
-            grad = grad.index_select(0, self.token_R)
-        return Operands(x, grad, self.offsets_E)
 
     @property
     def nbytes(self) -> int:

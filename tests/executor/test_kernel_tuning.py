@@ -3,7 +3,6 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ import torch
 from moeplan.executor import kernel_tuning
 from moeplan.executor.kernel_tuning import FOLDER_VARIABLE, cache_path, expert_shapes, tune
 from moeplan.executor.mesh import build_mesh
-from moeplan.executor.moe import may_read_tokens
 from moeplan.kernels.back_end_choice import choices, forget
 from tests.executor.cases import GQA_MODEL, tiny_plan
 
@@ -43,8 +41,10 @@ def test_a_cpu_keeps_the_defaults() -> None:
 def test_the_fastest_is_chosen_and_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[tuple[int, ...]] = []
 
-    def measure(case: Any, device: torch.device) -> dict[str, dict[str, float]]:
-        measured.append(case.shape)
+    def measure(
+        shape: tuple[int, ...], num_rows: int, device: torch.device, *, is_paired: bool
+    ) -> dict[str, dict[str, float]]:
+        measured.append(shape)
         return {"grouped_gemm": {"torch": 2.0, "by_expert": 1.0}, "grouped_weight_grad": {"torch": 2.0, "triton": 3.0}}
 
     monkeypatch.setattr(kernel_tuning, "_measure", measure)
@@ -63,7 +63,7 @@ def test_the_fastest_is_chosen_and_remembered(monkeypatch: pytest.MonkeyPatch) -
 
 def test_what_waits_for_the_device_is_not_chosen_for_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     times_s = {"grouped_gemm": {"torch": 2.0, "by_expert": 1.0}}
-    monkeypatch.setattr(kernel_tuning, "_measure", lambda *_: times_s)
+    monkeypatch.setattr(kernel_tuning, "_measure", lambda *_, **__: times_s)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
     plan = PLAN.replace(cuda_graph=("full_iteration",))
     assert set(tune(plan, build_mesh(plan.folding, 0), torch.device("cuda", 0)).values()) == {"torch"}
@@ -72,7 +72,7 @@ def test_what_waits_for_the_device_is_not_chosen_for_a_graph(monkeypatch: pytest
 @pytest.mark.parametrize("content", ["{", "[]"])
 def test_a_broken_cache_is_made_anew(content: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cache_path().write_text(content)
-    monkeypatch.setattr(kernel_tuning, "_measure", lambda *_: {"grouped_gemm": {"torch": 1.0}})
+    monkeypatch.setattr(kernel_tuning, "_measure", lambda *_, **__: {"grouped_gemm": {"torch": 1.0}})
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
     tune(PLAN, build_mesh(PLAN.folding, 0), torch.device("cuda", 0))
     assert set(choices().values()) == {"torch"}
@@ -81,7 +81,7 @@ def test_a_broken_cache_is_made_anew(content: str, monkeypatch: pytest.MonkeyPat
 
 def test_a_deterministic_run_keeps_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was fastest when one run measured need not be so when the next does."""
-    monkeypatch.setattr(kernel_tuning, "_measure", lambda *_: {"grouped_gemm": {"torch": 2.0, "by_expert": 1.0}})
+    monkeypatch.setattr(kernel_tuning, "_measure", lambda *_, **__: {"grouped_gemm": {"torch": 2.0, "by_expert": 1.0}})
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
     assert tune(PLAN, build_mesh(PLAN.folding, 0), torch.device("cuda", 0), deterministic=True) == {}
     assert choices() == {}
@@ -90,7 +90,7 @@ def test_a_deterministic_run_keeps_the_defaults(monkeypatch: pytest.MonkeyPatch)
 def test_a_folder_that_cannot_be_written_ends_no_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "file"))
-    monkeypatch.setattr(kernel_tuning, "_measure", lambda *_: {"grouped_gemm": {"torch": 1.0}})
+    monkeypatch.setattr(kernel_tuning, "_measure", lambda *_, **__: {"grouped_gemm": {"torch": 1.0}})
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
     assert set(tune(PLAN, build_mesh(PLAN.folding, 0), torch.device("cuda", 0)).values()) == {"torch"}
 
@@ -101,7 +101,7 @@ def test_names_that_another_version_left_are_passed_over(monkeypatch: pytest.Mon
         "grouped_weight_grad": {"gone": 1.0},
         "gone": {"torch": 1.0},
     }
-    monkeypatch.setattr(kernel_tuning, "_measure", lambda *_: times_s)
+    monkeypatch.setattr(kernel_tuning, "_measure", lambda *_, **__: times_s)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
     found = tune(PLAN, build_mesh(PLAN.folding, 0), torch.device("cuda", 0))
     assert [(name.split()[0], backend) for name, backend in found.items()] == [("grouped_gemm", "torch")] * 2
@@ -110,8 +110,8 @@ def test_names_that_another_version_left_are_passed_over(monkeypatch: pytest.Mon
 def test_a_pair_of_gradients_is_timed_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, bool] = {}
 
-    def measure(case: Any, _: torch.device) -> dict[str, dict[str, float]]:
-        asked["x".join(map(str, case.shape))] = case.is_paired
+    def measure(shape: tuple[int, ...], *_: object, is_paired: bool) -> dict[str, dict[str, float]]:
+        asked["x".join(map(str, shape))] = is_paired
         return {"grouped_weight_grad": {"triton": 1.0}}
 
     monkeypatch.setattr(kernel_tuning, "_measure", measure)
@@ -123,16 +123,3 @@ def test_a_pair_of_gradients_is_timed_as_one(monkeypatch: pytest.MonkeyPatch) ->
     asked.clear()
     tune(PLAN, mesh, device)
     assert asked == {second: False}
-
-
-def test_tokens_are_read_only_where_they_stay() -> None:
-    def reads(**changes: Any) -> bool:
-        plan = PLAN.replace(**changes)
-        return may_read_tokens(plan, build_mesh(plan.folding, 0))
-
-    assert reads()
-    assert not reads(paged_stash_factor=1.5)
-    assert not reads(memory_efficient_permutation=False)
-    assert not reads(precision="fp8_current")
-    assert not reads(routing="drop")
-    assert not reads(offload_layers=1)

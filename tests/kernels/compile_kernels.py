@@ -17,7 +17,6 @@ from moeplan.kernels import (
     cross_entropy_triton,
     delta_scan_triton,
     gated_norm_triton,
-    gathered_gemm_triton,
     grouped_gemm_fp8_triton,
     grouped_weight_grad_triton,
     norm_triton,
@@ -61,13 +60,12 @@ GATED_NORM = [
     for gate_first, rows, block in ((False, 16, 128), (True, 4, 512))
 ]
 DELTA_SCAN = [{"BLOCK_C": 64, "BLOCK_D": width, "BLOCK_E": 32, "num_stages": 2, "num_warps": 8} for width in (64, 128)]
-GATHERED = {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64, "GROUP": 8, "num_stages": 4, "num_warps": 8}
 WEIGHT_GRAD = [
     {
         "TILE_H": 128, "TILE_F": 256, "ROWS": 64, "HALVINGS": 2, "IS_FIRST": is_first, "REDUCE": reduce, "GROUP": 8,
-        "IS_PAIR": is_pair, "GATHERS": gathers, "num_stages": 4, "num_warps": 8,
+        "IS_PAIR": is_pair, "num_stages": 4, "num_warps": 8,
     }
-    for is_first, reduce, is_pair, gathers in ((1, 1, 1, 0), (0, 1, 0, 0), (0, 1, 1, 1), (0, 1, 0, 2), (0, 0, 0, 0))
+    for is_first, reduce, is_pair in ((1, 1, 1), (0, 1, 0), (0, 1, 1), (0, 0, 0))
 ]  # fmt: skip
 FP8_TILE = {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 128, "GROUP": 16, "num_stages": 3, "num_warps": 8}
 FP8_ROWS = [FP8_TILE | {"BLOCKWISE": False, "SPLIT": False, "FLATTEN": flatten} for flatten in (True, False)]
@@ -153,19 +151,11 @@ KERNELS = (
         ),
         [one | BLOCKS for one in FP8_GRADIENT],
     ),
-    *(
-        (
-            gathered_gemm_triton._gather_rows,
-            f"*bf16 *i32 tensordesc<bf16[1,{block}]> *bf16 *i32 *i32 *i32 i32 i32 i32",
-            [GATHERED | {"TURNED": turned}],
-        )
-        for turned, block in ((False, "64,256"), (True, "256,64"))
-    ),
     (
         grouped_weight_grad_triton._add_products,
         (
-            "tensordesc<bf16[64,128]> tensordesc<bf16[64,256]> *bf16 *bf16 *i32 *i32 tensordesc<bf16[64,128]>"
-            " tensordesc<bf16[64,256]> *bf16 *bf16 *i32 *i32 tensordesc<fp32[1,128,64]> i32 i32 i32"
+            "tensordesc<bf16[64,128]> tensordesc<bf16[64,256]> *i32 tensordesc<bf16[64,128]> tensordesc<bf16[64,256]>"
+            " *i32 tensordesc<fp32[1,128,64]> i32 i32 i32"
         ),
         WEIGHT_GRAD,
     ),

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from itertools import pairwise
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 import torch
@@ -17,7 +17,6 @@ from moeplan.kernels.cross_entropy import logit_gradient_, logit_stats
 from moeplan.kernels.delta_rule import gated_delta_rule
 from moeplan.kernels.delta_rule_reference import DeltaTokens
 from moeplan.kernels.gated_norm import gated_norm
-from moeplan.kernels.gathered_gemm import gathered_gemm, summed_gemm
 from moeplan.kernels.grouped_gemm import grouped_gemm
 from moeplan.kernels.padded_rows import padded_rows
 from moeplan.kernels.permute import permute, unpermute
@@ -79,21 +78,6 @@ def test_split_of_a_projection(has_norms: bool) -> None:
         return split
 
     _check(run("triton"), run("reference"), inputs)
-
-
-@pytest.mark.parametrize("top_k", [1, 8])
-def test_gemms_between_tokens_and_rows(top_k: int) -> None:
-    rows = row_map(torch.rand(700, 16, device="cuda").topk(top_k).indices, 16)
-    weight = _normal(16, 256, 520)
-    for function, num in ((gathered_gemm, 700), (summed_gemm, 700 * top_k)):
-
-        def run(
-            x: torch.Tensor, w: torch.Tensor, backend: str = "triton_gather", function: Any = function
-        ) -> torch.Tensor:
-            product: torch.Tensor = function(x, w, rows, backend=backend)
-            return product
-
-        _check(run, partial(run, backend="copy"), [_normal(num, 256), weight])
 
 
 @pytest.mark.parametrize("top_k", [1, 3, 8])
