@@ -169,12 +169,17 @@ def _token_cases(plan: Plan, device: torch.device) -> Iterator[Case]:
     yield Case("cross entropy", f"{T} x {V}", losses, 0, BF16 * 3 * T * V)
     size = ADAM_ELEMENTS if device.type == "cuda" else 1 << 12
     main, grad, first, second = torch.rand((4, size), device=device)
-    state = adam.AdamState(main, grad, first, second, torch.full((), 7.0, device=device), main.bfloat16())
-    steps = {
-        name: partial(adam.adam_, state, adam.AdamOptions(1e-6, 0.9, 0.95, 1e-8, 0.1), backend=name)
-        for name in ("torch", "triton")
-    }
-    yield Case("Adam", f"{size}", steps, 0, 30 * size)
+    flats, weight = (grad, first, second, torch.full((), 7.0, device=device)), main.bfloat16()
+    remainder = torch.zeros_like(weight, dtype=torch.int16)
+    for title, state, num_bytes in (
+        ("Adam", adam.AdamState(main, *flats, weight), 30),
+        ("Adam, main weights in halves", adam.AdamState(weight.clone(), *flats, remainder_N=remainder), 28),
+    ):
+        steps = {
+            name: partial(adam.adam_, state, adam.AdamOptions(1e-6, 0.9, 0.95, 1e-8, 0.1), backend=name)
+            for name in ("torch", "triton")
+        }
+        yield Case(title, f"{size}", steps, 0, num_bytes * size)
 
 
 def _qkv_cases(plan: Plan, attention: GqaAttention, device: torch.device) -> Iterator[Case]:

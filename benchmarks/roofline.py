@@ -28,6 +28,7 @@ from moeplan.hwprofiles.schema import HardwareProfile
 from moeplan.mixers import GqaAttention
 from moeplan.plan import Plan
 from moeplan.run_config import RunConfig
+from moeplan.simulator.training_state import adam_bytes
 from moeplan.vocabulary import OpFamily
 
 BF16, FP32 = 2, 4
@@ -108,7 +109,7 @@ def groups_of(plan: Plan, ceilings: Ceilings, num_parameters: int) -> list[Group
         Group("norms", "elementwise", "_norm", 0, 5 * norms, gemm),
         Group("residual sums and the rest", "elementwise", ".*", 0,
               L * T * (15 * H + 4 * width * (heads + 2 * kv)) * BF16 + 4 * T * H * BF16, gemm),
-        Group("Adam", "optimizer", "_step", 0, 30 * num_parameters, gemm),
+        Group("Adam", "optimizer", "_step", 0, adam_bytes(plan.point) * num_parameters, gemm),
         Group("gradient norm", "optimizer", ".*", 0, FP32 * num_parameters, gemm),
     ]  # fmt: skip
 

@@ -1,7 +1,8 @@
-"""Optimizer states in fewer bits (report section 1.2): unpacked, updated and packed again a stretch at a time.
+"""Optimizer states in fewer bits (report section 1.2).
 
-Main weights may keep only the 16 bits that their bf16 weights lack. FP8 moments have a scale for every 128 elements;
-the second is stored as its root, which halves its range in powers of two, and is never rounded down to zero.
+Main weights may keep only the 16 bits that their bf16 weights lack; Adam joins and splits them as it goes. FP8 moments
+are unpacked, updated and packed again a stretch at a time. They have a scale for every 128 elements; the second is
+stored as its root, which halves its range in powers of two, and is never rounded down to zero.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,11 +15,12 @@ from moeplan.executor.dtypes import Dtypes
 from moeplan.executor.flat_buffer import Span
 from moeplan.executor.optimizer_state import DecaySpan, StatePart, cut_by_decay
 from moeplan.kernels.adam import AdamOptions, AdamState, adam_
+from moeplan.kernels.remainders import join, split_
 
 BLOCK = 128
 E4M3_MAX, E4M3_LEAST = 448.0, 2.0**-9
 LEAST_SCALE = torch.finfo(torch.float32).tiny
-# Elements unpacked at once: three fp32 copies take 192 MiB. A multiple of BLOCK.
+# Elements whose FP8 moments are unpacked at once: both in fp32 take 128 MiB. A multiple of BLOCK.
 CHUNK = 2**24
 
 
@@ -65,15 +67,11 @@ class Remainders:
 
     def unpack(self, span: Span) -> Tensor:
         """The fp32 values, exact."""
-        high = span.inside(self.weights).view(torch.int16).to(torch.int32) << 16
-        return (high + span.inside(self.left)).view(torch.float32)
+        return join(span.inside(self.weights), span.inside(self.left))
 
     def pack(self, span: Span, values: Tensor) -> None:
         """Also writes the weights."""
-        bits = values.contiguous().view(torch.int32)
-        high = (bits + 0x8000) >> 16
-        span.inside(self.weights).view(torch.int16).copy_(high)
-        span.inside(self.left).copy_(bits - (high << 16))
+        split_(values, span.inside(self.weights), span.inside(self.left))
 
 
 class Fp8Blocks:
@@ -114,7 +112,7 @@ class PackedPart(StatePart):
 
     def __init__(self, span: Span, weights: Tensor, dtypes: Dtypes, *, has_remainders: bool) -> None:
         super().__init__(span, weights, dtypes)
-        self.has_remainders = has_remainders
+        self.has_remainders, self.has_fp8_moments = has_remainders, dtypes.moment == torch.float8_e4m3fn
         self.states: tuple[Packed, Packed, Packed] = (
             Remainders(weights) if has_remainders else PlainValues(self.main),
             self._moment(self.first, is_square=False),
@@ -124,7 +122,7 @@ class PackedPart(StatePart):
         self._loading: dict[str, Tensor] | None = None
 
     def _moment(self, zeros: Tensor, *, is_square: bool) -> Packed:
-        if zeros.dtype == torch.float8_e4m3fn:
+        if self.has_fp8_moments:
             return Fp8Blocks(zeros.numel(), zeros.device, is_square=is_square)
         return PlainValues(zeros)
 
@@ -158,25 +156,28 @@ class PackedPart(StatePart):
         loaded, self._loading = self.flats, None
         for one, values in zip(self.states, loaded.values(), strict=True):
             one.pack(Span(0, self.span.size), values.to(self.weights.device))
-        self._write_weights(Span(0, self.span.size), loaded["weight"])
+        if self.has_main and not self.has_remainders:
+            self.weights.copy_(loaded["weight"])
 
     def step(self, grads: Tensor, decays: Sequence[DecaySpan], options: AdamOptions) -> None:
         """One update by the gradients of everything that the optimizer updates."""
         self.num_steps += 1
-        for chunk in chunks(self.span.size):
-            main, first, second = (one.unpack(chunk) for one in self.states)
+        for chunk in chunks(self.span.size) if self.has_fp8_moments else (Span(0, self.span.size),):
+            first, second = (one.unpack(chunk) for one in self.states[1:])
             shift = self.span.start + chunk.start
             for span, decayed in cut_by_decay(decays, Span(shift, self.span.start + chunk.end), options):
                 own = span.after(shift)
-                values = own.inside(main), span.inside(grads), own.inside(first), own.inside(second)
-                adam_(AdamState(values[0], values[1], values[2], values[3], self.num_steps), decayed)
-            for one, updated in zip(self.states, (main, first, second), strict=True):
+                moments = own.inside(first), own.inside(second)
+                adam_(self._adam_state(span.after(self.span.start), span.inside(grads), moments), decayed)
+            for one, updated in zip(self.states[1:], (first, second), strict=True):
                 one.pack(chunk, updated)
-            self._write_weights(chunk, main)
 
-    def _write_weights(self, span: Span, main: Tensor) -> None:
-        if self.has_main and not self.has_remainders:
-            span.inside(self.weights).copy_(main)
+    def _adam_state(self, own: Span, grads: Tensor, moments: tuple[Tensor, Tensor]) -> AdamState:
+        """Of elements counted from the first of this part."""
+        (kept,), weights = self.states[0].tensors, own.inside(self.weights)
+        if self.has_remainders:
+            return AdamState(weights, grads, *moments, self.num_steps, remainder_N=own.inside(kept))
+        return AdamState(own.inside(kept), grads, *moments, self.num_steps, weights if self.has_main else None)
 
 
 def chunks(num_elements: int) -> Iterator[Span]:

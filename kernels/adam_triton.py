@@ -1,6 +1,7 @@
 """Adam in one pass: each of main weights, gradients and moments is read once, and the 16-bit weights are written along.
 
-32 bytes a parameter with fp32 moments and bf16 weights, where scaling, torch's step and a copy take 42.
+30 bytes a parameter with fp32 moments and bf16 weights, where scaling, torch's step and a copy take 42; 28 where the
+main weights are those weights and their remainders, joined and split in registers (:mod:`moeplan.kernels.remainders`).
 
 Shapes: N elements.
 """
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from moeplan.kernels.adam import AdamOptions, AdamState
 
 _BLOCK = 2048
+_WORD = 8  # elements: 16 bytes of bf16. Known to divide the number of elements, it lets 16 bytes move at once
 
 
 @triton.jit
@@ -28,8 +30,9 @@ def _step(
     first_ptr,
     second_ptr,
     weight_ptr,
+    remainder_ptr,
     corrections_ptr,
-    N,
+    num_words,
     lr,
     beta1,
     beta2,
@@ -37,12 +40,18 @@ def _step(
     weight_decay,
     grad_scale,
     HAS_WEIGHT: tl.constexpr,
+    HAS_REMAINDER: tl.constexpr,
     DTYPE: tl.constexpr,
+    WORD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = place < N
-    main = tl.load(main_ptr + place, mask, 0).to(DTYPE)
+    mask = place < num_words * WORD
+    main = tl.load(main_ptr + place, mask, 0)
+    if HAS_REMAINDER:
+        left = tl.load(remainder_ptr + place, mask, 0).to(tl.int32)
+        main = ((main.to(tl.int32) << 16) + left).to(tl.float32, bitcast=True)
+    main = main.to(DTYPE)
     grad = tl.load(grad_ptr + place, mask, 0).to(DTYPE) * grad_scale
     first = tl.load(first_ptr + place, mask, 0).to(DTYPE)
     second = tl.load(second_ptr + place, mask, 0).to(DTYPE)
@@ -52,7 +61,13 @@ def _step(
     correction2 = tl.load(corrections_ptr + 1).to(DTYPE)
     change = first / correction1 / (tl.sqrt(second / correction2) + eps)
     main -= lr * (weight_decay * main + change)
-    tl.store(main_ptr + place, main, mask)
+    if HAS_REMAINDER:
+        bits = main.to(tl.int32, bitcast=True)
+        high = (bits + 0x8000) >> 16
+        tl.store(main_ptr + place, high.to(tl.int16), mask)
+        tl.store(remainder_ptr + place, (bits - (high << 16)).to(tl.int16), mask)
+    else:
+        tl.store(main_ptr + place, main, mask)
     tl.store(first_ptr + place, first.to(first_ptr.dtype.element_ty), mask)
     tl.store(second_ptr + place, second.to(second_ptr.dtype.element_ty), mask)
     if HAS_WEIGHT:
@@ -66,9 +81,13 @@ def adam_(state: "AdamState", options: "AdamOptions") -> None:
         return
     num_steps = state.num_steps.to(torch.float64)
     corrections = torch.stack([1 - torch.pow(options.beta1, num_steps), 1 - torch.pow(options.beta2, num_steps)])
-    weight_N = state.main_N if state.weight_N is None else state.weight_N
+    word = 1 if num_elements % _WORD else _WORD
+    has_remainder = state.remainder_N is not None
+    main_N = state.main_N.view(torch.int16) if has_remainder else state.main_N
+    weight_N = main_N if state.weight_N is None else state.weight_N
+    remainder_N = main_N if state.remainder_N is None else state.remainder_N
     _step[triton.cdiv(num_elements, _BLOCK),](
-        state.main_N, state.grad_N, state.first_N, state.second_N, weight_N, corrections, num_elements,
+        main_N, state.grad_N, state.first_N, state.second_N, weight_N, remainder_N, corrections, num_elements // word,
         options.lr, options.beta1, options.beta2, options.eps, options.weight_decay, options.grad_scale,
-        state.weight_N is not None, compute_dtype(state.main_N), _BLOCK,
+        state.weight_N is not None, has_remainder, compute_dtype(state.main_N), word, _BLOCK,
     )  # fmt: skip

@@ -19,7 +19,7 @@ from moeplan.simulator.op import Cost
 from moeplan.simulator.placement import rank_parameters
 from moeplan.simulator.rank_groups import shard_groups
 from moeplan.simulator.stack_time import StackTime
-from moeplan.simulator.training_state import REMAINDER_BYTES
+from moeplan.simulator.training_state import adam_bytes, main_weight_bytes
 from moeplan.units import DTYPE_BYTES
 from moeplan.vocabulary import PRECISIONS
 
@@ -38,7 +38,7 @@ class StepEnds:
 
 
 def step_ends(model: ModelSpec, point: Point, stack: StackTime, profile: HardwareProfile) -> tuple[StepEnds, ...]:
-    """For every pipeline rank. Adam reads gradient, main weight and moments and writes the latter two and the copy.
+    """For every pipeline rank. Adam takes the bytes of :func:`adam_bytes`.
 
     On the host, a part of it takes what :func:`host_adam_s` says; states that waited there come back first. Adapters of
     frozen weights are too small to count.
@@ -47,20 +47,13 @@ def step_ends(model: ModelSpec, point: Point, stack: StackTime, profile: Hardwar
         return (StepEnds(0.0, 0.0, 0.0, ()),) * point.pp
     dense, expert = shard_groups(point, profile)
     precision = PRECISIONS[point.precision]
-    grad_bytes, moment_bytes = DTYPE_BYTES[point.grad_dtype], DTYPE_BYTES[point.moment_dtype]
-    main_bytes = 4.0 if precision.has_main_weights else precision.param_bytes
-    if point.main_weight_remainders:
-        main_bytes = REMAINDER_BYTES
-    copy_bytes = precision.param_bytes if precision.has_main_weights else 0.0
-    update_bytes = grad_bytes + 2 * main_bytes + 4 * moment_bytes + copy_bytes
-    if point.main_weight_remainders:
-        update_bytes += copy_bytes  # the other half of the main weights is read from it
+    grad_bytes, update_bytes = DTYPE_BYTES[point.grad_dtype], adam_bytes(point)
     is_sharded = point.sharding != "none"
     # Full sharding gathers weights for every forward and every backward, and reduces gradients every micro-batch.
     num_gathers, num_reductions = (
         (2 * point.num_micro_batches, point.num_micro_batches) if point.sharding == "full" else (1, 1)
     )
-    state_bytes = main_bytes + 2 * moment_bytes
+    state_bytes = main_weight_bytes(point) + 2 * DTYPE_BYTES[point.moment_dtype]
     on_host_frac = point.optimizer_cpu_frac
     bandwidth = profile.hbm_bytes_per_s.value * stack.optimizer_efficiency_frac.value
     ends = []

@@ -9,7 +9,7 @@ from moeplan.units import DTYPE_BYTES
 from moeplan.vocabulary import PRECISIONS
 
 _MAIN_WEIGHT_BYTES = 4.0  # fp32
-REMAINDER_BYTES = 2.0  # the 16 bits of an fp32 weight that bf16 lacks
+_REMAINDER_BYTES = 2.0  # the 16 bits of an fp32 weight that bf16 lacks
 _PER_TENSOR = ("fp8_delayed", "fp8_current")
 
 
@@ -51,9 +51,7 @@ def bytes_per_parameter(
     if is_full and state_dtype is not None:
         each = DTYPE_BYTES[state_dtype] / shards
         return StateBytes(each, each, 2 * each * (1 - point.optimizer_cpu_frac))
-    main = 0.0
-    if precision.has_main_weights:
-        main = REMAINDER_BYTES if point.main_weight_remainders else _MAIN_WEIGHT_BYTES
+    main = main_weight_bytes(point) if precision.has_main_weights else 0.0
     weights = precision.param_bytes
     if is_quantized:
         copies = precision.quantized_weight_bytes * num_copies / 2
@@ -63,6 +61,27 @@ def bytes_per_parameter(
             weights += copies
     split = shards if is_full else 1
     return StateBytes(weights / split, DTYPE_BYTES[point.grad_dtype] / split, (main + moments) / shards)
+
+
+def main_weight_bytes(point: Point) -> float:
+    """Bytes that the optimizer keeps of one weight: fp32, what of it bf16 lacks, or the weight itself."""
+    precision = PRECISIONS[point.precision]
+    if point.main_weight_remainders:
+        return _REMAINDER_BYTES
+    return _MAIN_WEIGHT_BYTES if precision.has_main_weights else precision.param_bytes
+
+
+def adam_bytes(point: Point) -> float:
+    """Bytes that a step of Adam in one pass reads and writes for one parameter.
+
+    The gradient is read, main weight and both moments are read and written, the weight computed with is written: with
+    fp32 gradients and moments 30 in BF16, 28 in fp32. Beside remainders the weight is read as well, being the other
+    half of the main weight: 28.
+    """
+    precision = PRECISIONS[point.precision]
+    copy_bytes = precision.param_bytes * precision.has_main_weights * (2 if point.main_weight_remainders else 1)
+    moment_bytes = 2 * DTYPE_BYTES[point.moment_dtype]
+    return DTYPE_BYTES[point.grad_dtype] + 2 * (main_weight_bytes(point) + moment_bytes) + copy_bytes
 
 
 def num_weight_copies(point: Point, profile: HardwareProfile) -> int:

@@ -4,6 +4,7 @@ import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -45,6 +46,17 @@ def test_groups_hold_the_flops_of_a_step(name: str) -> None:
     expected = training_flops_per_token(plan.model, plan.seq_len) * plan.tokens_per_step
     assert sum(flops.values()) - product - flops["router"] == pytest.approx(expected, rel=1e-6)
     assert all(group.roofline_s(ceilings) > 0 for group in groups)
+
+
+@pytest.mark.parametrize(
+    "changes, bytes_per_parameter",
+    [({}, 30), ({"main_weight_remainders": True}, 28), ({"moment_dtype": "bf16"}, 22), ({"precision": "fp32"}, 28)],
+)
+def test_adam_moves_what_the_plan_keeps(changes: dict[str, Any], bytes_per_parameter: int) -> None:
+    roofline, plan = _program("roofline"), _plan("h200-fine")
+    ceilings = roofline.ceilings_of(load_profile(str(ROOT / "results" / "2026-11-29-h200-profile.toml")), plan)
+    (adam,) = (one for one in roofline.groups_of(plan.replace(**changes), ceilings, 1000) if one.name == "Adam")
+    assert adam.bytes == bytes_per_parameter * 1000
 
 
 def test_each_kernel_is_counted_once() -> None:

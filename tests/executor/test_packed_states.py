@@ -13,6 +13,8 @@ from moeplan.executor.flat_buffer import Span
 from moeplan.executor.packed_on_host import OffloadedPackedPart
 from moeplan.executor.packed_states import BLOCK, E4M3_LEAST, E4M3_MAX, Fp8Blocks, PackedPart, Remainders
 from moeplan.executor.train import Trainer
+from moeplan.kernels import adam
+from moeplan.kernels.adam import AdamState
 from moeplan.run_config import RunConfig
 from tests.executor.cases import GQA_MODEL, build_trainer, tiny_plan
 
@@ -111,15 +113,38 @@ def test_fp8_moments_train_alike(*, remainders: bool) -> None:
     assert 0 < scales <= 2 * 4 * (num_elements(packed) / BLOCK + len(packed.optimizer.classes))
 
 
-@pytest.mark.parametrize("changes", [{"moment_dtype": "fp8"}, {"main_weight_remainders": True}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"moment_dtype": "fp8"},
+        {"main_weight_remainders": True},
+        {"moment_dtype": "fp8", "main_weight_remainders": True},
+    ],
+)
 def test_stretches_change_nothing(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]) -> None:
     whole = trained(**changes)
     monkeypatch.setattr(packed_states, "CHUNK", 3 * BLOCK)
+    monkeypatch.setattr(adam, "STRETCH", 2 * BLOCK)
     cut = trained(**changes)
     for first, second in zip(whole.optimizer.classes, cut.optimizer.classes, strict=True):
         torch.testing.assert_close(second.buffer.weights, first.buffer.weights, rtol=2**-7, atol=1e-6)
         for name, flat in first.parts[0].flats.items():
             torch.testing.assert_close(second.parts[0].flats[name], flat, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("moment", ["fp32", "bf16"])
+@pytest.mark.parametrize("place", [{}, {"offload_optimizer_states": True}], ids=str)
+def test_remainders_beside_plain_moments_take_one_update_a_decay(
+    monkeypatch: pytest.MonkeyPatch, moment: str, place: dict[str, Any]
+) -> None:
+    plan = tiny_plan(GQA_MODEL, 1, precision="bf16", main_weight_remainders=True, moment_dtype=moment, **place)
+    trainer, states = build_trainer(0, plan, RUN), list[AdamState]()
+    monkeypatch.setattr(packed_states, "CHUNK", 3 * BLOCK)
+    monkeypatch.setattr(packed_states, "adam_", lambda state, _options: states.append(state))
+    trainer.step(0)
+    spans = [decay.span.size for one in trainer.optimizer.classes for decay in one.decays if decay.span.size]
+    assert [state.grad_N.numel() for state in states] == spans
+    assert all(state.remainder_N is not None and state.main_N.dtype == torch.bfloat16 for state in states)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 Run as a program, without the interpreter. Needs no GPU.
 """
 
+import re
+
 import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
@@ -30,10 +32,11 @@ from moeplan.kernels import (
     split_qkv_triton,
 )
 
+WIDE = {"ld.global.v4.b32", "st.global.v4.b32"}
 SHARED_BYTES = 227 * 1024  # what a program may take of its multiprocessor's, from an H100 to a B200
 FP32 = {"DTYPE": tl.float32, "BLOCK": 1024}
 ACTIVATION = [FP32 | {"CODE": code, "GATED": code != 2, "HAS_PROBS": code != 1} for code in (0, 1, 2, 3)]
-ADAM = {"HAS_WEIGHT": True, "DTYPE": tl.float32, "BLOCK": 2048}
+ADAM = {"HAS_WEIGHT": True, "HAS_REMAINDER": False, "DTYPE": tl.float32, "WORD": 8, "BLOCK": 2048}
 ROUTE_BACKWARD = {
     "K": 8, "SIGMOID": False, "NORMALIZE": True, "HAS_SHARE": True, "DTYPE": tl.float32, "BLOCK_T": 8, "BLOCK_E": 128,
 }  # fmt: skip
@@ -101,7 +104,12 @@ KERNELS = (
         "*bf16 *bf16 *fp32 *fp32 *i32 *i32 *fp8e5 *fp8e5 *fp32 *fp32 i32 i32",
         FP8_ACTIVATION,
     ),
-    (adam_triton._step, "*fp32 *fp32 *fp32 *fp32 *bf16 *fp64 i64 fp32 fp32 fp32 fp32 fp32 fp32", [ADAM]),
+    (adam_triton._step, "*fp32 *fp32 *fp32 *fp32 *bf16 *i16 *fp64 i64 fp32 fp32 fp32 fp32 fp32 fp32", [ADAM]),
+    (
+        adam_triton._step,
+        "*i16 *fp32 *bf16 *fp32 *i16 *i16 *fp64 i64 fp32 fp32 fp32 fp32 fp32 fp32",
+        [ADAM | {"HAS_WEIGHT": False, "HAS_REMAINDER": True}],
+    ),
     (cross_entropy_triton._stats, "*bf16 *i64 *fp32 *fp32 *fp32 i32", [FP32]),
     (cross_entropy_triton._gradient, "*bf16 *fp32 *fp32 *i64 i32", [FP32]),
     (causal_conv_triton._forward, "*bf16 *bf16 *bf16 *i64 *bf16 i32 i32 i32", CAUSAL_CONV),
@@ -223,12 +231,16 @@ for kernel, types, variants in KERNELS:
         others = iter(types.split())
         signature = {name: "constexpr" if name in constants else next(others) for name in kernel.arg_names}
         places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-        source = ASTSource(kernel, signature, places)
+        pointers = [place for place, name in enumerate(kernel.arg_names) if signature[name].startswith("*")]
+        aligned = {(place,): [["tt.divisibility", 16]] for place in pointers} if kernel is adam_triton._step else {}
+        source = ASTSource(kernel, signature, places, aligned)
         targets = (90, 100) if kernel in FOR_BLACKWELL and not variant.get("SPLIT") else (90,)
         for capability in targets:
             compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
             ptx = compiled.asm["ptx"]
             assert compiled.metadata.shared <= SHARED_BYTES, (kernel, variant)
+            if aligned:  # 16 bytes at once, whatever the number of elements, but for both corrections
+                assert set(re.findall(r"(?:ld|st)\.global\S*", ptx)) - {"ld.global.b64"} == WIDE, (kernel, variant)
             if "*fp8" in types:  # cutting to what FP8 holds must not make a number of what is none
                 assert {"min.NaN.f32", "max.NaN.f32"} <= set(ptx.split()), (kernel, variant)
             if (

@@ -1,11 +1,15 @@
 """Each back end of Adam against its formula: relative error by the type of the moments."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moeplan.kernels import adam
 from moeplan.kernels.adam import BACKENDS, AdamOptions, AdamState, adam_
+from moeplan.kernels.remainders import join, split_
 
 OPTIONS = AdamOptions(lr=0.1, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, grad_scale=0.5)
 # fp32: one rounding an operation. bf16: the moments are rounded after the step, which the next one reads.
@@ -51,6 +55,55 @@ def test_every_back_end_takes_the_step_of_the_formula(
         torch.testing.assert_close(got.weight_N.float(), got.main_N, rtol=2**-7, atol=0)
 
 
+@pytest.mark.parametrize("moment", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("backend", sorted(BACKENDS))
+@settings(max_examples=8, deadline=None)
+@given(st.integers(1, 5000), st.integers(1, 1000))
+def test_main_weights_in_halves_take_the_step_of_whole_ones(
+    backend: str, moment: torch.dtype, N: int, steps: int
+) -> None:
+    got, expected = (_state(N, moment, steps, has_weight=False) for _ in range(2))
+    got = in_halves(got)
+    for _ in range(2):  # the second reads what the first split
+        adam_(got, OPTIONS, backend=backend)
+        adam_(expected, OPTIONS, backend=backend)
+    assert got.remainder_N is not None
+    assert torch.equal(join(got.main_N, got.remainder_N), expected.main_N)
+    assert torch.equal(got.first_N, expected.first_N)
+    assert torch.equal(got.second_N, expected.second_N)
+    halves = got.main_N.clone(), got.remainder_N.clone()
+    split_(expected.main_N, *halves)
+    assert torch.equal(got.main_N, halves[0])
+    assert torch.equal(got.remainder_N, halves[1])
+
+
+def in_halves(state: AdamState) -> AdamState:
+    weight_N, remainder_N = torch.empty_like(state.main_N, dtype=torch.bfloat16), state.main_N.to(torch.int16)
+    split_(state.main_N, weight_N, remainder_N)
+    return replace(state, main_N=weight_N, weight_N=None, remainder_N=remainder_N)
+
+
+@given(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=20))
+def test_every_fp32_value_is_joined_as_it_was_split(bits: list[int]) -> None:
+    main_N = torch.tensor(bits, dtype=torch.int32).view(torch.float32)  # NaN and infinities among them
+    weight_N, remainder_N = torch.empty(len(bits), dtype=torch.bfloat16), torch.empty(len(bits), dtype=torch.int16)
+    split_(main_N, weight_N, remainder_N)
+    assert join(weight_N, remainder_N).view(torch.int32).tolist() == bits
+
+
+def test_stretches_that_are_joined_in_turn_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, cut = (in_halves(_state(1000, torch.float32, 3, has_weight=False)) for _ in range(2))
+    adam_(whole, OPTIONS, backend="reference")
+    monkeypatch.setattr(adam, "STRETCH", 96)
+    adam_(cut, OPTIONS, backend="reference")
+    for one, other in ((whole.main_N, cut.main_N), (whole.remainder_N, cut.remainder_N)):
+        assert one is not None
+        assert other is not None
+        assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_no_elements_are_no_work(backend: str) -> None:
-    adam_(_state(0, torch.float32, 1, has_weight=False), OPTIONS, backend=backend)
+    none = _state(0, torch.float32, 1, has_weight=False)
+    adam_(none, OPTIONS, backend=backend)
+    adam_(in_halves(none), OPTIONS, backend=backend)

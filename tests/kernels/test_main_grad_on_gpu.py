@@ -6,6 +6,7 @@ import torch
 from moeplan.kernels.adam import AdamOptions, AdamState, adam_
 from moeplan.kernels.grouped_weight_grad import BACKENDS, add_parts_
 from moeplan.kernels.main_grad import MainGrad
+from moeplan.kernels.remainders import join, split_
 from moeplan.kernels.router import RouterOptions, count_tokens, route, route_reference
 from moeplan.kernels.row_map import row_map
 from moeplan.kernels.weight_grad import add_weight_grad_
@@ -76,6 +77,29 @@ def test_adam(moment: torch.dtype) -> None:
     )
     assert got.weight_N is not None
     assert torch.equal(got.weight_N, got.main_N.bfloat16())
+
+
+@pytest.mark.parametrize("moment", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [100_000, 100_003])  # 16 bytes at once, and element by element
+def test_adam_of_main_weights_in_halves(size: int, moment: torch.dtype) -> None:
+    options = AdamOptions(1e-2, 0.9, 0.95, 1e-8, 0.1, 0.5)
+    main, grad, first = torch.randn((3, size), device="cuda")
+    first, second = first.to(moment), torch.rand(size, device="cuda").to(moment)
+    weight, remainder = torch.empty_like(main, dtype=torch.bfloat16), torch.empty_like(main, dtype=torch.int16)
+    split_(main, weight, remainder)
+    steps = torch.full((), 7.0, device="cuda")
+    whole = AdamState(main, grad, first.clone(), second.clone(), steps)
+    halves = AdamState(weight, grad, first.clone(), second.clone(), steps, remainder_N=remainder)
+    for one in (whole, halves):
+        adam_(one, options, backend="triton")
+    joined = join(weight, remainder)
+    torch.testing.assert_close(joined, main, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(halves.first_N, whole.first_N, rtol=0, atol=0)
+    torch.testing.assert_close(halves.second_N, whole.second_N, rtol=0, atol=0)
+    again = weight.clone(), remainder.clone()
+    split_(joined, *again)
+    assert torch.equal(weight, again[0])
+    assert torch.equal(remainder, again[1])
 
 
 @pytest.mark.parametrize(

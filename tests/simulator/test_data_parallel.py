@@ -1,5 +1,7 @@
 """What comes once a step: bytes reduced and gathered, optimizer traffic, what hides."""
 
+from typing import Any
+
 import pytest
 
 from moeplan.hwprofiles.load import load_profile
@@ -53,11 +55,14 @@ def test_hybrid_sharding_stays_inside_its_blocks() -> None:
         assert ends.gather_s == pytest.approx(num_gathers * gathered, rel=1e-12)
 
 
-def test_optimizer_moves_the_bytes_of_adam() -> None:
+@pytest.mark.parametrize("changes, remainder_bytes", [({}, 0), ({"main_weight_remainders": True}, -2)])
+def test_optimizer_moves_the_bytes_of_adam(changes: dict[str, Any], remainder_bytes: int) -> None:
     plan = Plan(model=load_model("llama3-8b"), hardware="h100", num_gpus=1, seq_len=4096, global_batch_size=1)
+    plan = plan.replace(**changes)
     elements = sum(group.num_elements for group in rank_parameters(plan.model, plan.layout, 1, tp=1, etp=1, ep=1)[0])
     # Adam: gradient 4, main weight 4 + 4, moments 2 x (4 + 4), copy 2; the norm reads and zeroing writes gradients.
-    moved = elements * (4 + 8 + 16 + 2 + 4 + 4)
+    # Remainders: 2 + 2 beside a weight that is read as well as written.
+    moved = elements * (4 + 8 + 16 + 2 + 4 + 4 + remainder_bytes)
     reached = H100.hbm_bytes_per_s.value * STACK.time.optimizer_efficiency_frac.value
     assert step_ends(plan.model, plan.point, STACK.time, H100)[0].optimizer_s == pytest.approx(moved / reached)
 
