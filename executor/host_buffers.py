@@ -17,7 +17,7 @@ class HostBuffers:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self.device = torch.empty(0, device=device).device  # with its number: "cuda" alone equals no tensor's device
         is_cuda = device.type == "cuda"
         self.to_host, self.to_device = (torch.cuda.Stream(device) if is_cuda else None for _ in range(2))
         self.num_bytes = 0  # of all buffers ever made: they live as long as this object

@@ -82,6 +82,15 @@ def test_only_the_last_two_layers_stay_until_backward() -> None:
     assert parked_storages() == []
 
 
+def test_a_device_may_be_given_without_its_number() -> None:
+    """A tensor of "cuda" is on cuda:0, which equals neither in torch; likewise one of cpu:0 is on "cpu"."""
+    plan = tiny_plan(DENSE_MODEL, 1, offload_modules=("attn_norm",))
+    model = Transformer(plan, build_mesh(Folding(1), 0), seed=1, device=torch.device("cpu", 0))
+    loss = loss_of(model)
+    assert len(parked_storages()) == DENSE_MODEL.num_layers
+    loss.backward()
+
+
 def test_whole_layers_but_the_last_leave() -> None:
     model, offloader = four_layers(offload_layers=4)
     assert offloader.num_whole_layers == 3
