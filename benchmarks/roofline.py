@@ -20,6 +20,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from moeplan.executor.data import open_tokens
 from moeplan.executor.kernel_tuning import tune
 from moeplan.executor.mesh import build_mesh
+from moeplan.executor.scopes import tracing
 from moeplan.executor.trace import STEP_LABEL, kernel_times_of
 from moeplan.executor.train import Trainer
 from moeplan.files import read_toml, validate
@@ -129,7 +130,7 @@ def measure(plan: Plan, run: RunConfig, num_steps: int) -> tuple[float, Kernels,
         trainer.step(number)
         torch.cuda.synchronize()
         times_s.append(time.perf_counter() - start_s)
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as trace:
+    with tracing(), profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as trace:
         with record_function(STEP_LABEL):
             trainer.step(3 + num_steps)
         torch.cuda.synchronize()

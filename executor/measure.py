@@ -13,6 +13,7 @@ from torch._C._profiler import _ExperimentalConfig  # torch.profiler does not ex
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from moeplan.errors import RunFailedError
+from moeplan.executor.scopes import tracing
 from moeplan.executor.trace import STEP_LABEL, family_times_of, longest_kernels_of
 from moeplan.results import FamilyTime
 from moeplan.units import KIB
@@ -90,10 +91,11 @@ class StepTrace(AbstractContextManager["StepTrace"]):
         self._device = device
         # Without acc_events torch 2.11 warns of lost events.
         self._profile = profile(activities=activities, acc_events=True, experimental_config=config)
-        self._step = record_function(STEP_LABEL)
+        self._tracing, self._step = tracing(), record_function(STEP_LABEL)
 
     def __enter__(self) -> Self:
         synchronize(self._device)
+        self._tracing.__enter__()
         self._profile.__enter__()
         self._step.__enter__()
         return self
@@ -102,6 +104,7 @@ class StepTrace(AbstractContextManager["StepTrace"]):
         synchronize(self._device)
         self._step.__exit__(None, None, None)
         self._profile.__exit__(None, None, None)
+        self._tracing.__exit__(None, None, None)
 
     def family_times(self, num_steps: int) -> dict[OpFamily, FamilyTime]:
         """Seconds of one step by op family, mean over the ``num_steps`` traced; families without time are left out.

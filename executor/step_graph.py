@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moeplan.errors import InvalidInputError
 from moeplan.executor.micro_batch import MicroBatch
+from moeplan.executor.scopes import is_traced
 from moeplan.kernels.main_grad import MainGrad
 
 _EAGER_STEPS = 2  # kernels are compiled and libraries make their handles: neither can be captured
@@ -69,10 +70,9 @@ class StepGraph:
         return losses_P
 
     def _one(self, batch: MicroBatch, *, is_first: bool) -> None:
-        is_traced = torch._C._autograd._profiler_enabled()  # noqa: SLF001 - torch has no public question for it
-        if is_traced:
+        if is_traced():
             self._graphs.clear()  # what runs without them needs their memory
-        if self._num_steps < _EAGER_STEPS or is_traced:
+        if self._num_steps < _EAGER_STEPS or is_traced():
             self._losses_P += self._run(batch)
             return
         if is_first not in self._graphs:

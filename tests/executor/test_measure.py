@@ -1,5 +1,6 @@
 import statistics
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -8,8 +9,8 @@ from hypothesis import strategies as st
 
 from moeplan.errors import RunFailedError
 from moeplan.executor import measure
-from moeplan.executor.measure import StepTimer
-from moeplan.executor.scopes import scope
+from moeplan.executor.measure import StepTimer, StepTrace
+from moeplan.executor.scopes import is_traced, scope, tracing
 from moeplan.units import MIB
 from moeplan.vocabulary import OP_FAMILIES
 
@@ -57,8 +58,25 @@ def test_resident_memory_grows_by_what_is_written_and_its_peak_stays() -> None:
         assert measure.peak_device_bytes(CPU).reserved < before_bytes + 60 * MIB
 
 
+def test_a_trace_is_known_in_every_thread_until_it_ends() -> None:
+    with ThreadPoolExecutor(1) as other:
+
+        def seen() -> tuple[bool, bool]:
+            return is_traced(), other.submit(is_traced).result()
+
+        def failing_step() -> None:
+            with StepTrace(CPU):
+                assert seen() == (True, True)
+                raise RuntimeError("a step failed")
+
+        with pytest.raises(RuntimeError, match="a step failed"):
+            failing_step()
+        assert seen() == (False, False)
+
+
 def test_scopes_cost_nothing_while_nothing_is_traced() -> None:
     assert len({id(scope(family)) for family in OP_FAMILIES}) == 1
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile, scope("router"):
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with tracing(), torch.profiler.profile(activities=activities) as profile, scope("router"):
         torch.ones(1)
     assert "moeplan/router" in {event.name for event in profile.events()}
