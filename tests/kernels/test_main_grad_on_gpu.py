@@ -125,7 +125,10 @@ def test_routing(options: RouterOptions, E: int) -> None:
         ]
         for one in (got, expected)
     ]
-    assert _error(grads[0], grads[1].double()) < 1e-3
+    # Of experts that are nearly level each may take another, or in another order, and gradients then go elsewhere.
+    is_same_T = (got.expert_index_TK == expected.expert_index_TK).all(1)
+    assert float(is_same_T.float().mean()) > 0.99
+    assert _error(grads[0][is_same_T], grads[1][is_same_T].double()) < 1e-3
     counts_E = count_tokens(got.expert_index_TK, E)[0]
     assert torch.equal(counts_E, torch.bincount(got.expert_index_TK.flatten(), minlength=E).float())
 
