@@ -46,7 +46,8 @@ def _step(
     BLOCK: tl.constexpr,
 ):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = place < num_words * WORD
+    # Words are counted in 32 bits, elements of a large model are not.
+    mask = place < num_words * tl.full((), WORD, tl.int64)
     main = tl.load(main_ptr + place, mask, 0)
     if HAS_REMAINDER:
         left = tl.load(remainder_ptr + place, mask, 0).to(tl.int32)

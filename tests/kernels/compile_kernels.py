@@ -104,10 +104,10 @@ KERNELS = (
         "*bf16 *bf16 *fp32 *fp32 *i32 *i32 *fp8e5 *fp8e5 *fp32 *fp32 i32 i32",
         FP8_ACTIVATION,
     ),
-    (adam_triton._step, "*fp32 *fp32 *fp32 *fp32 *bf16 *i16 *fp64 i64 fp32 fp32 fp32 fp32 fp32 fp32", [ADAM]),
+    (adam_triton._step, "*fp32 *fp32 *fp32 *fp32 *bf16 *i16 *fp64 i32 fp32 fp32 fp32 fp32 fp32 fp32", [ADAM]),
     (
         adam_triton._step,
-        "*i16 *fp32 *bf16 *fp32 *i16 *i16 *fp64 i64 fp32 fp32 fp32 fp32 fp32 fp32",
+        "*i16 *fp32 *bf16 *fp32 *i16 *i16 *fp64 i32 fp32 fp32 fp32 fp32 fp32 fp32",
         [ADAM | {"HAS_WEIGHT": False, "HAS_REMAINDER": True}],
     ),
     (cross_entropy_triton._stats, "*bf16 *i64 *fp32 *fp32 *fp32 i32", [FP32]),

@@ -102,6 +102,17 @@ def test_stretches_that_are_joined_in_turn_change_nothing(monkeypatch: pytest.Mo
         assert torch.equal(one, other)
 
 
+def test_more_elements_than_32_bits_count() -> None:
+    from triton import language as tl
+
+    from moeplan.kernels import adam_triton
+
+    main_N, grad_N, first_N, second_N = torch.ones(4, 2048)  # the first program's part of 2**31 + 16 elements
+    state = (main_N, grad_N, first_N, second_N, main_N, main_N, torch.ones(2, dtype=torch.float64), 2**28 + 2)
+    adam_triton._step[1,](*state, 0.1, 0.9, 0.95, 1e-8, 0.1, 1.0, False, False, tl.float32, 8, 2048)
+    torch.testing.assert_close(main_N, torch.full((2048,), 1 - 0.1 * (0.1 + 1)))
+
+
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_no_elements_are_no_work(backend: str) -> None:
     none = _state(0, torch.float32, 1, has_weight=False)
