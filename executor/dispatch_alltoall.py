@@ -85,7 +85,8 @@ class AllToAllExchange:
     def arrange(self, arrived: Tensors) -> Arrived:
         """Chunks of rows by expert."""
         rows_RH, *probs = (sort_chunks(x, self.routes.chunk_sizes, self.routes.order) for x in arrived)
-        return Arrived(rows_RH, probs[0] if probs else None, self.offsets)
+        is_copied = self.mesh.etp_ep.size == 1 and not self.rows.has_gaps and self.rows.row_of_slot_TK.shape[1] > 1
+        return Arrived(rows_RH, probs[0] if probs else None, self.offsets, self.rows if is_copied else None)
 
     def collect(self, rows_RH: Tensor, probs_R: Tensor | None) -> Tensor:
         """Chunks of rows as they arrived."""

@@ -12,6 +12,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from moeplan.kernels.row_map import RowMap
+
 Tensors = tuple[Tensor, ...]
 
 
@@ -19,12 +21,14 @@ Tensors = tuple[Tensor, ...]
 class Arrived:
     """Rows [R, H] at this rank's experts, sorted by expert, with their probabilities [R] where those travel along.
 
-    ``offsets`` [local experts] is where the rows of each end.
+    ``offsets`` [local experts] is where the rows of each end. ``copied``: by which map rows are copies of this rank's
+    tokens, several of each and none dropped; None where they came from elsewhere as well.
     """
 
     rows: Tensor
     probs: Tensor | None
     offsets: Tensor
+    copied: RowMap | None = None
 
 
 class Exchange(Protocol):

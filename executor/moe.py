@@ -32,6 +32,7 @@ from moeplan.executor.router import Router
 from moeplan.executor.scopes import scope
 from moeplan.kernels.activation import activation
 from moeplan.kernels.router import Routing
+from moeplan.kernels.row_map import RowMap
 from moeplan.model_spec import ModelSpec, Moe
 from moeplan.plan import Plan
 
@@ -85,19 +86,34 @@ class Experts(nn.Module):
         self.out_bias_EH = table.add(*out_pieces, shape=out_shape, is_expert=True, is_decayed=False)
 
     def forward(
-        self, rows_RH: Tensor, probs_R: Tensor | None, offsets_E: Tensor, clones: EchoWeights | None = None
+        self,
+        rows_RH: Tensor,
+        probs_R: Tensor | None,
+        offsets_E: Tensor,
+        clones: EchoWeights | None = None,
+        copied: RowMap | None = None,
     ) -> Tensor:
-        """Rows through their experts, or through ``clones``, times ``probs_R`` before the second GEMM where given."""
-        with self.stash.holding(len(rows_RH)) if self.stash is not None else nullcontext():
-            return self._run(rows_RH, probs_R, offsets_E, clones)
+        """Rows through their experts, or through ``clones``, times ``probs_R`` before the second GEMM where given.
 
-    def _run(self, rows_RH: Tensor, probs_R: Tensor | None, offsets_E: Tensor, clones: EchoWeights | None) -> Tensor:
+        ``copied`` is as :class:`moeplan.executor.exchange.Arrived` has it.
+        """
+        with self.stash.holding(len(rows_RH)) if self.stash is not None else nullcontext():
+            return self._run(rows_RH, probs_R, offsets_E, clones, copied)
+
+    def _run(
+        self,
+        rows_RH: Tensor,
+        probs_R: Tensor | None,
+        offsets_E: Tensor,
+        clones: EchoWeights | None,
+        copied: RowMap | None,
+    ) -> Tensor:
         weights = (self.in_weight_EHF, self.out_weight_EFH) if clones is None else (clones.in_weight, clones.out_weight)
         if self.in_bias_EG is None and is_fused(*weights, self.kind):
             with offloading("expert_fc1", rows_RH, rest="moe_act"):
                 return quantized_experts(rows_RH, probs_R, offsets_E, weights, self.kind)
         with scope("expert_gemm"), offloading("expert_fc1", rows_RH):
-            hidden_RG = expert_gemm(rows_RH, weights[0], offsets_E)
+            hidden_RG = expert_gemm(rows_RH, weights[0], offsets_E, copied)
             if self.in_bias_EG is not None:
                 hidden_RG = add_expert_bias(hidden_RG, self.in_bias_EG, offsets_E)
 
@@ -201,7 +217,7 @@ class MoeBlock(nn.Module):
     def _run_experts(self, arrived: Arrived, clones: EchoWeights | None = None) -> Tensor:
         probs_R = arrived.probs if self.probs_before_fc2 else None
         if self.echo is None:
-            out_RH: Tensor = self.experts(arrived.rows, probs_R, arrived.offsets)
+            out_RH: Tensor = self.experts(arrived.rows, probs_R, arrived.offsets, copied=arrived.copied)
             return out_RH
         with offloading("expert_fc1", arrived.rows):
             return self.echo.run(self.experts, arrived.rows, probs_R, arrived.offsets, clones)

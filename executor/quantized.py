@@ -21,6 +21,7 @@ from moeplan.kernels.main_grad import MainGrad, main_grad_of
 from moeplan.kernels.padded_rows import PaddedRows, dense_rows, padded_rows
 from moeplan.kernels.quantized_gemm import BACKENDS, Pair, QuantizedGemm, Stored, backend_of
 from moeplan.kernels.recipes import RECIPES
+from moeplan.kernels.row_map import RowMap
 from moeplan.kernels.weight_grad_queue import now_or_later
 
 _ATTRIBUTE = "quantized_weight"
@@ -214,8 +215,11 @@ def quantized_linear(x_LI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, gro
         return y_TO if bias_O is None else y_TO + bias_O
 
 
-def expert_gemm(x_RI: Tensor, weight_EIO: Tensor, offsets_E: Tensor) -> Tensor:
-    """y_RO = rows times the weight of their expert, whose rows end at ``offsets_E``, in its precision."""
+def expert_gemm(x_RI: Tensor, weight_EIO: Tensor, offsets_E: Tensor, copied: RowMap | None = None) -> Tensor:
+    """y_RO = rows times the weight of their expert, whose rows end at ``offsets_E``, in its precision.
+
+    ``copied`` as :func:`moeplan.kernels.grouped_gemm.grouped_gemm` has it, of weights that are not quantized.
+    """
     if quantized_of(weight_EIO) is None:
-        return grouped_gemm(x_RI, weight_EIO, offsets_E)
+        return grouped_gemm(x_RI, weight_EIO, offsets_E, copied=copied)
     return cast("Tensor", _QuantizedLinear.apply(x_RI, weight_EIO, offsets_E, None, torch.is_grad_enabled()))

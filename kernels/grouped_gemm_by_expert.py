@@ -16,12 +16,13 @@ from torch.autograd.function import once_differentiable
 from moeplan.kernels.grouped_weight_grad import add_grouped_weight_grad_
 from moeplan.kernels.host_offsets import host_offsets
 from moeplan.kernels.main_grad import MainGrad, main_grad_of
+from moeplan.kernels.row_map import RowMap
 from moeplan.kernels.weight_grad_queue import now_or_later
 
 
-def grouped_gemm(x_TH: Tensor, weight_EHF: Tensor, offsets_E: Tensor) -> Tensor:
+def grouped_gemm(x_TH: Tensor, weight_EHF: Tensor, offsets_E: Tensor, copied: RowMap | None = None, /) -> Tensor:
     """y_TF = x times the weight of each row's expert; see :func:`moeplan.kernels.grouped_gemm.grouped_gemm`."""
-    y_TF: Tensor = _ByExpert.apply(x_TH, weight_EHF, offsets_E)
+    y_TF: Tensor = _ByExpert.apply(x_TH, weight_EHF, offsets_E, copied)
     return y_TF
 
 
@@ -35,24 +36,24 @@ def _products(x_TH: Tensor, weight_EHF: Tensor, ends: tuple[int, ...]) -> Tensor
 
 class _ByExpert(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TH: Tensor, weight_EHF: Tensor, offsets_E: Tensor) -> Tensor:
+    def forward(ctx: Any, x_TH: Tensor, weight_EHF: Tensor, offsets_E: Tensor, copied: RowMap | None) -> Tensor:
         x_TH = x_TH.contiguous()
         ctx.save_for_backward(x_TH, weight_EHF, offsets_E)
-        ctx.main_grad, ctx.ends = main_grad_of(weight_EHF), host_offsets(offsets_E)
+        ctx.main_grad, ctx.ends, ctx.copied = main_grad_of(weight_EHF), host_offsets(offsets_E), copied
         return _products(x_TH, weight_EHF.detach(), ctx.ends)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_TF: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, grad_TF: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x_TH, weight_EHF, offsets_E = ctx.saved_tensors
-        grad_TF, main = grad_TF.contiguous(), ctx.main_grad
+        grad_TF, main, copied = grad_TF.contiguous(), ctx.main_grad, ctx.copied
         grad_x_TH = grad_weight_EHF = None
-        if ctx.needs_input_grad[0]:
-            grad_x_TH = _products(grad_TF, weight_EHF.transpose(1, 2), ctx.ends)
         if ctx.needs_input_grad[1] and main is not None:
-            now_or_later(lambda: add_grouped_weight_grad_(main, x_TH, grad_TF, offsets_E))
+            now_or_later(lambda: add_grouped_weight_grad_(main, x_TH, grad_TF, offsets_E, copied=copied))
         elif ctx.needs_input_grad[1]:
             whole = MainGrad(torch.empty_like(weight_EHF))
             add_grouped_weight_grad_(whole, x_TH, grad_TF, offsets_E, backend="by_expert")
             grad_weight_EHF = whole.total
-        return grad_x_TH, grad_weight_EHF, None
+        if ctx.needs_input_grad[0]:
+            grad_x_TH = _products(grad_TF, weight_EHF.transpose(1, 2), ctx.ends)
+        return grad_x_TH, grad_weight_EHF, None, None

@@ -6,8 +6,10 @@ Shapes: T rows sorted by expert, H input width, F output width, E experts.
 import torch
 from torch import Tensor
 
+from moeplan.kernels.row_map import RowMap
 
-def grouped_gemm(x_TH: Tensor, weight_EHF: Tensor, offsets_E: Tensor) -> Tensor:
+
+def grouped_gemm(x_TH: Tensor, weight_EHF: Tensor, offsets_E: Tensor, _copied: RowMap | None = None, /) -> Tensor:
     """y_TF = x times the weight of each row's expert; see :func:`moeplan.kernels.grouped_gemm.grouped_gemm`."""
     ends = offsets_E.tolist()
     num_rows = [end - start for start, end in zip([0, *ends], ends, strict=False)]

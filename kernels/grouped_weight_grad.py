@@ -13,6 +13,7 @@ from torch import Tensor
 from moeplan.kernels import grouped_weight_grad_torch
 from moeplan.kernels.back_end_choice import chosen
 from moeplan.kernels.main_grad import MainGrad
+from moeplan.kernels.row_map import RowMap
 from moeplan.kernels.weight_grad_pairs import Operands
 
 OPERATION = "grouped_weight_grad"
@@ -40,15 +41,22 @@ BACKENDS: dict[str, GroupedWeightGrad] = {
 
 
 def add_grouped_weight_grad_(
-    main: MainGrad, x_TH: Tensor, grad_TF: Tensor, offsets_E: Tensor, *, backend: str | None = None
+    main: MainGrad,
+    x_TH: Tensor,
+    grad_TF: Tensor,
+    offsets_E: Tensor,
+    *,
+    copied: RowMap | None = None,
+    backend: str | None = None,
 ) -> None:
     """``main`` [E, H, F] plus x[rows of e].t() @ grad[rows of e] for each expert e.
 
     ``offsets_E`` is as :func:`moeplan.kernels.grouped_gemm.grouped_gemm` takes it; an expert without rows gets zeros
     from the first gradient of a step. Without ``backend``: the one chosen for this shape, else the default. Where
-    ``main`` takes two micro-batches at a time, the first of two waits for the second.
+    ``main`` takes two micro-batches at a time, the first of two waits for the second: its tokens, where
+    ``copied`` is the map by which rows of x are copies of them.
     """
-    one = Operands(x_TH, grad_TF, offsets_E)
+    one = Operands(x_TH, grad_TF, offsets_E, copied)
     parts = (one,) if main.pairs is None else main.pairs.take(one)
     if parts:
         add_parts_(main, parts, backend=backend)

@@ -2,28 +2,47 @@
 
 Adding a gradient to fp32 main gradients reads and writes 8 bytes a weight, however few rows it sums. Experts have many
 weights and few rows each, so every second micro-batch adds both at once; the operands of the first wait in memory.
+Rows that are copies of tokens wait as those tokens, and are copied again when their partner is here.
 
 Shapes: T rows sorted by expert, H input width, F output width, E experts.
 """
 # ruff: noqa: N815 - shape suffixes
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
+
+from moeplan.kernels.permute import permute, unpermute
+from moeplan.kernels.row_map import RowMap
 
 
 @dataclass(frozen=True, slots=True)
 class Operands:
-    """What the weight gradients of one micro-batch are products of; ``offsets_E`` is where each expert's rows end."""
+    """What the weight gradients of one micro-batch are products of; ``offsets_E`` is where each expert's rows end.
+
+    ``copied``: the map without gaps by which rows of x are copies of tokens, if they are nothing else.
+    """
 
     x_TH: Tensor
     grad_TF: Tensor
     offsets_E: Tensor
+    copied: RowMap | None = None
 
     @property
     def nbytes(self) -> int:
         """Of both factors."""
         return self.x_TH.nbytes + self.grad_TF.nbytes
+
+    def with_tokens(self) -> "Operands":
+        """The same with tokens for x, each from the first of its copies, where it has copies."""
+        if self.copied is None:
+            return self
+        first = replace(self.copied, row_of_slot_TK=self.copied.row_of_slot_TK[:, :1].contiguous())
+        return replace(self, x_TH=unpermute(self.x_TH, first))  # sums of one row each
+
+    def with_rows(self) -> "Operands":
+        """What :meth:`with_tokens` was made of, bit by bit but for the sign of zeros."""
+        return self if self.copied is None else replace(self, x_TH=permute(self.x_TH, self.copied))
 
 
 class Pairs:
@@ -49,7 +68,7 @@ class Pairs:
         if is_alone:
             return (operands,)
         if self._waiting is None:
-            self._waiting = operands
+            self._waiting = operands.with_tokens()
             return ()
         first, self._waiting = self._waiting, None
-        return first, operands
+        return first.with_rows(), operands

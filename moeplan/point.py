@@ -106,6 +106,14 @@ class Point:
         return -(-self.num_micro_batches // 2) / self.num_micro_batches
 
     @property
+    def pairs_wait_as_tokens(self) -> bool:
+        """Whether rows of experts' first matrix that wait for a micro-batch do so as the tokens they are copies of.
+
+        They are nothing else where no rank sends any and none are dropped.
+        """
+        return "expert_fc1" in self.paired_wgrad and self.ep * self.etp == 1 and self.routing != "drop"
+
+    @property
     def tokens_per_rank(self) -> int:
         """Tokens of one micro-batch on one rank, after the tp (sequence parallel) and cp split."""
         return self.mbs * self.seq_len // (self.tp * self.cp)

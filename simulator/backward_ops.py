@@ -100,6 +100,7 @@ def _gemm_backward(op: Op, after: tuple[str, ...], shape: OpShape, stack: StackT
     unfused = 0.0 if stack.fused_grad_accumulation else 2 * weights * shape.element_bytes
     inputs = op.hbm_bytes - op.num_groups * op.rows * op.cols * shape.element_bytes
     moved = inputs + unfused
+    copies = _copies(op, after, shape, stack)
     weight = replace(
         op,
         name=f"{op.name}.wgrad",
@@ -108,6 +109,28 @@ def _gemm_backward(op: Op, after: tuple[str, ...], shape: OpShape, stack: StackT
         inner=op.rows,
         hbm_bytes=moved,
         epilogue_hbm_bytes=grads,
-        after=after,
+        after=tuple(one.name for one in copies) or after,
     )
-    return [data, weight]
+    return [data, *copies, weight]
+
+
+def _copies(op: Op, after: tuple[str, ...], shape: OpShape, stack: StackTime) -> list[Op]:
+    """Input rows that wait as tokens: one copy of each is put aside, and all are made again for its partner."""
+    tokens, rows = shape.own_tokens, op.rows * op.num_groups
+    if op.name != "expert_fc1" or not shape.pairs_wait_as_tokens or rows <= tokens:
+        return []
+    waiting_frac = 1 - shape.paired_adds_frac  # of the micro-batches
+    moved = waiting_frac * (3 * tokens + rows) * op.inner * shape.element_bytes * stack.permute_factor.value
+    return [
+        Op(
+            name=f"{op.name}.copies",
+            kind="gather",
+            family="permute",
+            phase="wgrad",
+            segment=op.segment,
+            scope=op.scope,
+            hbm_bytes=moved,
+            num_kernels=2 * waiting_frac,
+            after=after,
+        )
+    ]

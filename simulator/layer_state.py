@@ -70,16 +70,21 @@ def waiting_bytes(model: ModelSpec, point: Point, stack: SoftwareStack, chunks: 
     """Operands of experts' weight gradients that wait for the next micro-batch, of all layers of a rank.
 
     Of the first matrix its input and its output's gradient, of the second likewise: rows of H + 2F (gated) and F + H.
+    Where input rows of the first are copies of tokens, those wait. Indices, 4 bytes a row each, are not counted.
     """
     moe = model.moe
     if moe is None or not point.paired_wgrad:
         return 0.0
     width, hidden = moe.expert_ffn_size / point.etp, model.expert_hidden_size
-    each = {"expert_fc1": hidden + (model.mlp_matrices - 1) * width, "expert_fc2": width + hidden}
     rows = point.tokens_per_rank * moe.top_k * point.etp * expert_row_factor(model, point, stack)
+    inputs = point.tokens_per_rank if point.pairs_wait_as_tokens else rows
+    each = {
+        "expert_fc1": inputs * hidden + rows * (model.mlp_matrices - 1) * width,
+        "expert_fc2": rows * (width + hidden),
+    }
     num_layers = sum(chunk.num_moe(model) for chunk in chunks)
-    row_bytes = sum(each[name] for name in point.paired_wgrad) * PRECISIONS[point.precision].activation_bytes
-    return num_layers * rows * row_bytes
+    num_elements = sum(each[name] for name in point.paired_wgrad)
+    return num_layers * num_elements * PRECISIONS[point.precision].activation_bytes
 
 
 def layer_counts(chunk: Chunk) -> Iterator[tuple[ActivationKind, int]]:

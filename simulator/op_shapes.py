@@ -67,6 +67,7 @@ class OpShape:
     paged_stash: bool
     paired_wgrad: tuple[ExpertMatrix, ...]
     paired_adds_frac: float
+    pairs_wait_as_tokens: bool
     routing: Routing
     cuda_graph: tuple[CudaGraphScope, ...]
     fused_grouped_mlp: bool
@@ -107,6 +108,7 @@ class OpShape:
             echo_slots=point.echo_slots,
             paged_stash=point.paged_stash_factor > 0,
             paired_wgrad=point.paired_wgrad,
+            pairs_wait_as_tokens=point.pairs_wait_as_tokens,
             paired_adds_frac=point.paired_adds_frac if point.paired_wgrad else 1.0,
             routing=point.routing,
             cuda_graph=point.cuda_graph,

@@ -3,7 +3,9 @@
 from typing import Any
 
 import pytest
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from moeplan.executor.moe import Experts
 from moeplan.executor.paired_weight_grad import waiting_bytes
 from moeplan.plan import Plan
 from moeplan.run_config import RunConfig
@@ -22,6 +24,9 @@ BOTH = {"paired_wgrad": ("expert_fc1", "expert_fc2")}
         {"recompute": ("full",)},
         {"recompute": ("moe_act", "layernorm"), "paired_wgrad": ("expert_fc1",)},
         {"paged_stash_factor": 1.5},
+        {"memory_efficient_permutation": False},
+        {"routing": "drop"},
+        {"offload_modules": ("expert_fc1",)},
         {"global_batch_size": 6, "mbs": 2},  # three micro-batches: the first goes alone
     ],
 )
@@ -47,6 +52,21 @@ def test_what_waits_is_what_is_predicted(matrices: tuple[str, ...]) -> None:
     expected = predicted_bytes(plan.model, plan.point, load_stack("native"), chunks)
     assert seen == [0, expected] * 4
     assert waiting_bytes(trainer.model) == 0
+
+
+def test_rows_go_while_their_tokens_wait() -> None:
+    trainer = build_trainer(0, tiny_plan(GQA_MODEL, 1, **BOTH), RunConfig())
+    rows: list[StorageWeakRef] = []
+    for experts in (one for one in trainer.model.modules() if isinstance(one, Experts)):
+        experts.register_forward_pre_hook(lambda _, args: rows.append(StorageWeakRef(args[0].untyped_storage())))
+
+    def micro_batch(index: int) -> Any:
+        assert len(rows) == index
+        assert all(one.expired() for one in rows)
+        return trainer._micro_batch(0, index)
+
+    trainer.pipeline.run(micro_batch)
+    assert len(rows) == 8
 
 
 def test_what_it_does_not_go_with() -> None:

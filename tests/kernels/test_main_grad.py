@@ -1,5 +1,7 @@
 """Gradients that GEMMs add to the main gradients of a step, against sums in float64."""
 
+import weakref
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -7,6 +9,8 @@ from hypothesis import strategies as st
 
 from moeplan.kernels.grouped_weight_grad import BACKENDS, add_grouped_weight_grad_, add_parts_
 from moeplan.kernels.main_grad import MainGrad, main_grad_of, set_main_grad
+from moeplan.kernels.permute import permute
+from moeplan.kernels.row_map import row_map
 from moeplan.kernels.weight_grad import add_weight_grad_
 from moeplan.kernels.weight_grad_pairs import Operands, Pairs
 
@@ -135,3 +139,27 @@ def test_the_first_of_two_waits_for_the_second() -> None:
     add_grouped_weight_grad_(main, torch.ones(3, 4), torch.full((3, 8), 2.0), offsets_E)
     assert main.total.unique().tolist() == [9.0]
     main.finish_()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_copies_of_tokens_wait_as_those(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(5)
+    totals = []
+    for has_map in (False, True):
+        main = MainGrad(
+            torch.full((6, 4, 8), torch.nan, dtype=torch.promote_types(dtype, torch.float32)), pairs=Pairs(2)
+        )
+        generator.manual_seed(5)
+        for is_second in (False, True):
+            rows = row_map(torch.rand(20, 6, generator=generator).topk(3).indices, 6)
+            x_RH = permute(torch.randn(20, 4, generator=generator).to(dtype), rows)
+            grad_RF = torch.randn(60, 8, generator=generator).to(dtype)
+            is_alive = weakref.ref(x_RH)
+            add_grouped_weight_grad_(main, x_RH, grad_RF, rows.offsets_E, copied=rows if has_map else None)
+            del x_RH
+            assert (is_alive() is not None) == (not is_second and not has_map)
+            assert main.pairs is not None
+            waiting = 0 if is_second else ((20 if has_map else 60) * 4 + 60 * 8) * dtype.itemsize
+            assert main.pairs.waiting_bytes == waiting
+        totals.append(main.total)
+    assert torch.equal(*totals)

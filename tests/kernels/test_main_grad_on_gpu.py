@@ -4,13 +4,14 @@ import pytest
 import torch
 
 from moeplan.kernels.adam import AdamOptions, AdamState, adam_
-from moeplan.kernels.grouped_weight_grad import BACKENDS, add_parts_
+from moeplan.kernels.grouped_weight_grad import BACKENDS, add_grouped_weight_grad_, add_parts_
 from moeplan.kernels.main_grad import MainGrad
+from moeplan.kernels.permute import permute
 from moeplan.kernels.remainders import join, split_
 from moeplan.kernels.router import RouterOptions, count_tokens, route, route_reference
 from moeplan.kernels.row_map import row_map
 from moeplan.kernels.weight_grad import add_weight_grad_
-from moeplan.kernels.weight_grad_pairs import Operands
+from moeplan.kernels.weight_grad_pairs import Operands, Pairs
 
 pytestmark = pytest.mark.gpu
 FP32_SUM = 1e-5  # sums of exact products in fp32, in another order than the reference's
@@ -49,6 +50,24 @@ def test_expert_gradients(backend: str, num_rows: list[int], widths: tuple[int, 
     main.clear_()
     add_parts_(main, (other, first), backend=backend)
     assert _error(main.total, grad + other_grad) < tolerance
+
+
+@pytest.mark.parametrize("backend", sorted(BACKENDS))
+@pytest.mark.parametrize("top_k", [2, 8])
+def test_tokens_that_wait_give_the_gradients_of_their_copies(backend: str, top_k: int) -> None:
+    totals = []
+    for has_map in (False, True):
+        torch.manual_seed(3)
+        main = MainGrad(torch.full((16, 256, 512), torch.nan, device="cuda"), pairs=Pairs(2))
+        for num_elements in (700 * (1 if has_map else top_k) * 256 + 700 * top_k * 512, 0):
+            rows = row_map(torch.rand(700, 16, device="cuda").topk(top_k).indices, 16)
+            x_RH, grad_RF = permute(_normal(700, 256), rows), _normal(700 * top_k, 512)
+            copied = rows if has_map else None
+            add_grouped_weight_grad_(main, x_RH, grad_RF, rows.offsets_E, copied=copied, backend=backend)
+            assert main.pairs is not None
+            assert main.pairs.waiting_bytes == 2 * num_elements
+        totals.append(main.total)
+    assert torch.equal(*totals)
 
 
 def _operands(num_rows: list[int], H: int, F: int) -> tuple[Operands, torch.Tensor]:
