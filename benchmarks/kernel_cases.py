@@ -133,6 +133,7 @@ def _row_cases(plan: Plan, moe: Moe, device: torch.device) -> Iterator[Case]:
     }
     yield Case("rows summed, and their gradient copied", f"{T} x {K}, {H}", summed, 0, moved)
     del summed
+    yield _waiting_case(Operands(_normal(device, R, H), _normal(device, R, F), rows.offsets_E, rows), rows)
     hidden, probs = _normal(device, R, G, grad=True), torch.rand(R, device=device, requires_grad=True)
 
     def act(name: str) -> Callable[..., Tensor]:
@@ -140,6 +141,13 @@ def _row_cases(plan: Plan, moe: Moe, device: torch.device) -> Iterator[Case]:
 
     acts = {name: _both_ways(act(name), [hidden, probs]) for name in ("torch", "triton")}
     yield Case("activation", f"{R} x {G}", acts, 0, BF16 * R * (3 * G + 2 * F))
+
+
+def _waiting_case(operands: Operands, rows: RowMap) -> Case:
+    """What pairs of weight gradients cost where a micro-batch's rows wait as tokens."""
+    (T, K), (R, H) = rows.row_of_slot_TK.shape, operands.x_TH.shape
+    runs = {"triton" if rows.offsets_E.is_cuda else "torch": lambda: operands.with_tokens().with_rows()}
+    return Case("rows put aside as tokens, and copied again", f"{T} x {K}, {H}", runs, 0, BF16 * (3 * T + R) * H)
 
 
 def _weights(routing: Routing) -> list[Tensor]:

@@ -6,13 +6,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from moeplan.executor.data import open_tokens
 from moeplan.executor.mesh import build_mesh
+from moeplan.executor.micro_batch import MicroBatch
 from moeplan.executor.model import Transformer
+from moeplan.executor.train import Trainer
 from moeplan.folding import Folding
 from moeplan.mixers import GqaAttention
 from moeplan.model_spec import MOE_LAYER, ModelSpec, Moe
 from moeplan.plan import Plan
+from moeplan.run_config import RunConfig
 from moeplan.simulator.activations import kept_bytes
+from moeplan.simulator.layer_state import waiting_bytes
+from moeplan.simulator.placement import rank_chunks
 from moeplan.simulator.stack import load_stack
 
 pytestmark = [
@@ -76,3 +82,20 @@ def test_bytes_are_those_of_the_native_stack(changes: dict[str, Any]) -> None:
     resident = NATIVE.offload_resident_layers * kept.offloaded_bytes
     expected = MODEL.num_layers * kept.kept_bytes + resident + loss + logits
     assert held == pytest.approx(expected, rel=0.02)
+
+
+def test_what_waits_for_the_next_micro_batch_is_what_is_predicted() -> None:
+    fields = {"model": MODEL, "hardware": "h200", "num_gpus": 1, "seq_len": 2048, "global_batch_size": 16, "mbs": 4}
+    plan = Plan.model_validate(fields | {"paired_wgrad": ("expert_fc1", "expert_fc2")})
+    settings = RunConfig()
+    trainer = Trainer(plan, settings, build_mesh(Folding(1), 0), open_tokens(plan, settings), torch.device("cuda", 0))
+    held: list[int] = []
+
+    def micro_batch(index: int) -> MicroBatch:
+        held.append(torch.cuda.memory_allocated())
+        return trainer._micro_batch(0, index)
+
+    trainer.pipeline.run(micro_batch)
+    expected = waiting_bytes(MODEL, plan.point, NATIVE, rank_chunks(MODEL, plan.layout, 1)[0])
+    assert held[1] - held[2] == pytest.approx(expected, rel=0.01)
+    assert held[3] - held[2] == pytest.approx(expected, rel=0.01)

@@ -178,7 +178,7 @@ KERNELS = (
     (padded_rows_triton._tiles, "*i32 *i32 *i32 *i32 *i32 i32 i32", [{"TILE": 128, "BLOCK_E": 128, "BLOCK_N": 32}]),
     (permute_triton._spread, "*bf16 *i32 *bf16 i32", [{"K": 8, "BLOCK": 2048}]),
     (permute_triton._copy, "*bf16 *i32 *bf16 i32 i32", [{"BLOCK": 1024}]),
-    (permute_triton._sum, "*bf16 *i32 *bf16 i32", [FP32 | {"K": 8}]),
+    (permute_triton._sum, "*bf16 *i32 *bf16 i32", [FP32 | {"K": top_k} for top_k in (1, 8)]),
     (quantize_triton._amax, "*bf16 *fp32 i32", [{"BLOCK": 16384}]),
     (
         quantize_triton._quantize_rows,
