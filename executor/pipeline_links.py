@@ -3,6 +3,10 @@
 Every link between two ranks carries one kind of message one way and has a group of its own. Receives are posted in the
 sender's order and ahead of their use, so that a message travels while its receiver computes; sends never hold up the
 sender. So no order of chunks can deadlock, on gloo or NCCL.
+
+NCCL connects two ranks at their first message, and holds up the host of either until both have come to it; so each link
+has one when it is made. Kernels are loaded at their first launch, which may wait for all that runs, a receive of what
+this rank has yet to make among it; so on a GPU no receive is posted ahead in the first step.
 """
 
 from collections import deque
@@ -40,9 +44,17 @@ class Link:
         operation = dist.P2POp(dist.isend, tensor, self.peer, self.process_group)
         return dist.batch_isend_irecv([operation])
 
-    def post(self, wanted: Message | None, empty: Callable[[Message], Tensor]) -> None:
-        """Start receives in the sender's order: up to the wanted one, and ``NUM_AHEAD`` beyond it."""
-        room = NUM_AHEAD + (wanted is not None)
+    def connect(self, device: torch.device, *, sends: bool) -> None:
+        """The first message, of this rank or to it; returns when NCCL, or gloo, has connected both."""
+        operation = dist.P2POp(
+            dist.isend if sends else dist.irecv, torch.zeros(1, device=device), self.peer, self.process_group
+        )
+        for work in dist.batch_isend_irecv([operation]):
+            work.wait()
+
+    def post(self, wanted: Message | None, num_ahead: int, empty: Callable[[Message], Tensor]) -> None:
+        """Start receives in the sender's order: up to the wanted one, and ``num_ahead`` beyond it."""
+        room = num_ahead + (wanted is not None)
         while self.expected and (len(self.posted) < room or (wanted is not None and wanted not in self.posted)):
             message = self.expected.popleft()
             tensor = empty(message)
@@ -66,7 +78,8 @@ class PipelineLinks:
         stages = plan.pipeline.stages
         # Hidden states that arrive at each stage.
         self.num_depths = tuple(1 + sum(stage.num_mtp for stage in stages[:index]) for index in range(len(stages)))
-        self.links = _build_links(plan, mesh)
+        self.links = _build_links(plan, mesh, device)
+        self._num_ahead = NUM_AHEAD if device.type == "cpu" else 0
         self._num_tokens: Sequence[int] = ()
         self._sending: list[tuple[Tensor, list[dist.Work]]] = []
 
@@ -82,7 +95,7 @@ class PipelineLinks:
             if receiver == self.rank:
                 link.expected = deque(self._sent_by(sender, kind, order(sender)) if kind in kinds else ())
                 with scope("pp_comm"):
-                    link.post(None, self._empty)
+                    link.post(None, self._num_ahead, self._empty)
 
     def send(self, kind: Kind, stage: int, tensor: Tensor) -> None:
         """Send what ``stage``, of this rank, made to the stage after it (F) or before it (B)."""
@@ -97,7 +110,7 @@ class PipelineLinks:
         """What ``stage``, of another rank, made of micro-batch ``index``."""
         link, wanted = self.links[kind, stage % self.plan.pp, self.rank], (kind, stage, index)
         with scope("pp_comm"):
-            link.post(wanted, self._empty)
+            link.post(wanted, self._num_ahead, self._empty)
         with scope("bubble"):
             return link.take(wanted)
 
@@ -108,6 +121,7 @@ class PipelineLinks:
                 for work in works:
                     work.wait()
         self._sending.clear()
+        self._num_ahead = NUM_AHEAD
 
     def _empty(self, message: Message) -> Tensor:
         """Room for a message: its shape is that of the hidden states between its two stages."""
@@ -127,8 +141,11 @@ class PipelineLinks:
         return messages
 
 
-def _build_links(plan: Plan, mesh: Mesh) -> dict[tuple[Kind, int, int], Link]:
-    """By kind, sender and receiver (pipeline ranks): all that this rank sends or receives on. Collective."""
+def _build_links(plan: Plan, mesh: Mesh, device: torch.device) -> dict[tuple[Kind, int, int], Link]:
+    """By kind, sender and receiver (pipeline ranks): all that this rank sends or receives on. Collective.
+
+    Every rank comes by its links in one order, so that none waits for another in turn.
+    """
     pp, rank, links = plan.pp, mesh.pp.index, dict[tuple[Kind, int, int], Link]()
     boundaries = range(pp * plan.vp - 1) if pp > 1 else ()
     neighbours = sorted({(stage % pp, (stage + 1) % pp) for stage in boundaries})
@@ -140,5 +157,6 @@ def _build_links(plan: Plan, mesh: Mesh) -> dict[tuple[Kind, int, int], Link]:
                 group = dist.new_group(sorted((chain[sender], chain[receiver])))
                 if chain == mesh.pp.ranks and rank in (sender, receiver):
                     peer = chain[receiver if sender == rank else sender]
-                    links[kind, sender, receiver] = Link(peer, group)
+                    link = links[kind, sender, receiver] = Link(peer, group)
+                    link.connect(device, sends=sender == rank)
     return links

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from moeplan.executor.mesh import build_mesh
 from moeplan.executor.micro_batch import plan_shape
@@ -72,6 +73,30 @@ def crossing(rank: int, plan: Plan) -> list[float]:
     got = [float(links.receive(kinds[1], 1 - stage, index).mean()) for index in range(plan.num_micro_batches)]
     links.finish()
     return got
+
+
+def crossing_as_nccl(rank: int, plan: Plan) -> list[float]:
+    """:func:`crossing` where the first message of a group holds up its ranks until both have come to it."""
+    connected: set[dist.ProcessGroup] = set()
+    batch = dist.batch_isend_irecv
+
+    def connecting(operations: list[dist.P2POp]) -> list[dist.Work]:
+        group = operations[0].group
+        assert group is not None
+        if group not in connected:
+            dist.barrier(group)
+            connected.add(group)
+        return batch(operations)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "batch_isend_irecv", connecting)
+        return crossing(rank, plan)
+
+
+def test_links_are_connected_before_messages_are_awaited(pool: GlooPool) -> None:
+    plan = tiny_plan(WINDOWED, 2, pp=2)
+    for got in pool.run(crossing_as_nccl, plan):
+        assert got == [float(index) for index in range(plan.num_micro_batches)]
 
 
 def test_a_message_travels_before_it_is_asked_for(pool: GlooPool) -> None:
