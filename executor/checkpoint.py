@@ -88,7 +88,7 @@ class Checkpointer:
             rng=bytes(torch.get_rng_state().tolist()).hex(),
         )
         if self.run.save_async:
-            self._thread = threading.Thread(target=self._write_noting_errors, args=(slices, manifest), daemon=True)
+            self._thread = threading.Thread(target=self._write_in_thread, args=(slices, manifest), daemon=True)
             self._thread.start()
         else:
             self._write_noting_errors(slices, manifest)
@@ -171,6 +171,12 @@ class Checkpointer:
             for router in self.model.routers():
                 if router.bias_E is not None:
                     yield TensorSlice(f"expert_bias/{router.name}", tuple(router.bias_E.shape), (0,), router.bias_E)
+
+    def _write_in_thread(self, slices: list[TensorSlice], manifest: Manifest) -> None:
+        device = self.model.table.device
+        if device.type == "cuda":  # torch's writer asks for the current one: all ranks of a host would be on GPU 0
+            torch.cuda.set_device(device)
+        self._write_noting_errors(slices, manifest)
 
     def _write_noting_errors(self, slices: list[TensorSlice], manifest: Manifest) -> None:
         try:

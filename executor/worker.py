@@ -111,8 +111,12 @@ def run_rank(plan_path: Path, run_path: Path | None, out_path: Path) -> None:
             if run.init_from and rank == 0:
                 copy_tokenizer(Path(run.init_from), Path(run.export_hf))
         dist.barrier()
-    finally:
-        dist.destroy_process_group()
+    except BaseException:
+        # NCCL would wait here for what other ranks have yet to do, while they wait for this one to say why it ends.
+        if device.type == "cpu":
+            dist.destroy_process_group()
+        raise
+    dist.destroy_process_group()
 
 
 def _report_skipped(trainer: Trainer, rank: int) -> None:
