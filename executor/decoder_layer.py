@@ -19,9 +19,9 @@ from moeplan.executor.moe import MoeBlock
 from moeplan.executor.offload import offloading
 from moeplan.executor.pack_layout import PackLayout
 from moeplan.executor.parameters import ParameterTable
-from moeplan.executor.recompute import checkpointed, dropping_output
+from moeplan.executor.recompute import checkpointed, dropping
 from moeplan.executor.scopes import scope
-from moeplan.kernels.norm import rms_norm
+from moeplan.kernels.norm import residual_rms_norm, rms_norm
 from moeplan.mixers import GatedDeltaNet
 from moeplan.plan import Plan
 
@@ -46,6 +46,7 @@ class DecoderLayer(nn.Module):
         model, recompute = plan.model, plan.recompute
         kind = model.layer_kinds[layer] if layer < model.num_layers else model.mtp_kind
         self.layer, self.eps, self.drop_norms = layer, model.norm_eps, "layernorm" in recompute
+        self.offloads_mlp_norm = "mlp_norm" in plan.offload_modules
         self.mixer: nn.Module | None = None
         self.mlp: nn.Module | None = None
         if kind.mixer != "none":
@@ -65,21 +66,30 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x_LH: Tensor, layout: PackLayout | None = None) -> Tensor:
         """This rank's tokens through the layer; ``layout`` says where they lie, unless the plan does."""
+        update_LH = None
         if self.mixer is not None:
             mix = partial(self.mixer, layout=layout)
             with offloading("attn_norm", x_LH):
-                mixed_LH = self._normed(x_LH, self.mixer_norm, mix, recompute=False)
-            x_LH = self._add(x_LH, mixed_LH)
-        if self.mlp is None:
-            return x_LH
-        pack = layout if layout is not None and layout.is_pack else None
-        update = partial(self.mlp, layout=pack) if isinstance(self.mlp, MoeBlock) else self.mlp
-        with offloading("mlp_norm", x_LH):
-            update_LH = self._normed(x_LH, self.mlp_norm, update, recompute=self.recompute_mlp)
+                x_LH, update_LH = self._normed(x_LH, None, self.mixer_norm, mix, recompute=False)
+        if self.mlp is not None:
+            pack = layout if layout is not None and layout.is_pack else None
+            update = partial(self.mlp, layout=pack) if isinstance(self.mlp, MoeBlock) else self.mlp
+            if self.offloads_mlp_norm:  # which must know the sum before the norm keeps it
+                x_LH, update_LH = self._add(x_LH, update_LH), None
+            with offloading("mlp_norm", x_LH):
+                x_LH, update_LH = self._normed(x_LH, update_LH, self.mlp_norm, update, recompute=self.recompute_mlp)
         return self._add(x_LH, update_LH)
 
-    def _normed(self, x_LH: Tensor, weight_H: nn.Parameter, block: Callable[..., Tensor], *, recompute: bool) -> Tensor:
-        """``block`` of the norm of x, keeping as much of it as the plan's recompute leaves."""
+    def _normed(
+        self,
+        x_LH: Tensor,
+        update_LH: Tensor | None,
+        weight_H: nn.Parameter,
+        block: Callable[..., Tensor],
+        *,
+        recompute: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """The stream with its update, and ``block`` of its norm, keeping as much as the plan's recompute leaves."""
 
         def norm(x_LH: Tensor) -> tuple[Tensor]:
             with scope("elementwise"):
@@ -88,10 +98,12 @@ class DecoderLayer(nn.Module):
         def run(normed_LH: Tensor) -> Tensor:
             return checkpointed(block, normed_LH) if recompute else block(normed_LH)
 
-        if self.drop_norms:
-            return dropping_output(norm, (x_LH,), run)
-        return run(*norm(x_LH))
+        with scope("elementwise"):
+            x_LH, normed_LH = residual_rms_norm(x_LH, update_LH, weight_H, self.eps)
+        return x_LH, dropping((normed_LH,), norm, (x_LH,), run) if self.drop_norms else run(normed_LH)
 
-    def _add(self, x_LH: Tensor, update_LH: Tensor) -> Tensor:
+    def _add(self, x_LH: Tensor, update_LH: Tensor | None) -> Tensor:
+        if update_LH is None:
+            return x_LH
         with scope("elementwise"):
             return x_LH + update_LH

@@ -76,7 +76,16 @@ def dropping_output(
 
     ``consume`` must be all that uses those outputs, and ``inputs`` should be kept for backward anyway.
     """
-    outputs = produce(*inputs)
+    return dropping(produce(*inputs), produce, inputs, consume)
+
+
+def dropping(
+    outputs: tuple[Tensor, ...],
+    produce: Callable[..., tuple[Tensor, ...]],
+    inputs: tuple[Tensor, ...],
+    consume: Callable[..., ResultT],
+) -> ResultT:
+    """:func:`dropping_output` of ``outputs`` that are there already; ``produce(*inputs)`` makes them again."""
     dropped = _Dropped(produce, tuple(map(kept, inputs)))
     # By type as well: a view as another type has another stride. No hook may hold the outputs themselves.
     places = {(storage_key(output), output.dtype): index for index, output in enumerate(outputs)}

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moeplan.kernels.norm import rms_norm, rms_norm_reference
+from moeplan.kernels.norm import residual_rms_norm, rms_norm, rms_norm_reference
 
 
 def test_a_row_done_by_hand() -> None:
@@ -25,20 +25,50 @@ def test_output_is_torchs_and_gradients_are_exact(leading: list[int], width: int
     assert torch.autograd.gradcheck(lambda x, w: rms_norm(x, w, 1e-6), (x_H, weight_H))
 
 
+@pytest.mark.parametrize("has_update", [False, True])
+def test_gradients_of_stream_and_norm_add_up(has_update: bool) -> None:
+    inputs = [torch.randn(3, 4, dtype=torch.float64, requires_grad=True) for _ in range(1 + has_update)]
+    weight_H = torch.randn(4, dtype=torch.float64, requires_grad=True)
+
+    def both(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return residual_rms_norm(tensors[0], tensors[1] if has_update else None, tensors[-1], 1e-6)
+
+    assert torch.equal(both(*inputs, weight_H)[0], sum(inputs, torch.zeros(3, 4)))
+    assert torch.autograd.gradcheck(both, (*inputs, weight_H))
+    assert torch.autograd.gradcheck(lambda *tensors: both(*tensors)[0], (*inputs, weight_H))
+
+
+def _residual_rms_norm_reference(
+    x_H: torch.Tensor, update_H: torch.Tensor | None, weight_H: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    sum_H = x_H if update_H is None else x_H + update_H
+    return sum_H, rms_norm_reference(sum_H, weight_H, eps)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="compiled for the GPU: test_on_gpu.py")
 @pytest.mark.parametrize("shape", [(1, 1), (3, 5, 128), (2050, 2), (3, 1000), (0, 16)])
-def test_the_kernel_does_what_the_formula_says(shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("has_update", [False, True])
+def test_the_kernel_does_what_the_formula_says(shape: tuple[int, ...], has_update: bool) -> None:
     from moeplan.kernels import norm_triton
 
     generator = torch.Generator().manual_seed(len(shape))
-    x_H = torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True)
+    x_H, update_H, *directions = (
+        torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for _ in range(4)
+    )
     weight_H = torch.randn(shape[-1], generator=generator, dtype=torch.float64, requires_grad=True)
-    got, expected = norm_triton.rms_norm(x_H, weight_H, 1e-6), rms_norm_reference(x_H, weight_H, 1e-6)
-    torch.testing.assert_close(got, expected)
-    direction = torch.randn(shape, generator=generator, dtype=torch.float64)
-    grads, expected_grads = (torch.autograd.grad(y, (x_H, weight_H), direction) for y in (got, expected))
-    for one, other in zip(grads, expected_grads, strict=True):
-        torch.testing.assert_close(one, other)
+    inputs = (x_H, update_H, weight_H) if has_update else (x_H, weight_H)
+    arguments = (x_H, update_H if has_update else None, weight_H, 1e-6)
+    got, expected = norm_triton.residual_rms_norm(*arguments), _residual_rms_norm_reference(*arguments)
+    for index in (slice(0, 2), slice(1, 2)):  # with and without a gradient of the stream
+        torch.testing.assert_close(got[index], expected[index])
+        grads, expected_grads = (
+            torch.autograd.grad(outputs[index], inputs, directions[index], retain_graph=True)
+            for outputs in (got, expected)
+        )
+        for one, other in zip(grads, expected_grads, strict=True):
+            torch.testing.assert_close(one, other)
+    stream_only = torch.autograd.grad(got[0], inputs[:-1], directions[0])
+    assert all(grad.equal(directions[0]) for grad in stream_only)
 
 
 def test_bf16_is_normed_in_fp32() -> None:
@@ -53,7 +83,7 @@ def test_bf16_is_normed_in_fp32() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_backward_keeps_the_input_and_one_number_a_row(dtype: torch.dtype) -> None:
+def test_backward_keeps_the_sum_and_one_number_a_row(dtype: torch.dtype) -> None:
     x_H = torch.ones(6, 32, dtype=dtype, requires_grad=True)
     sizes: list[int] = []
 
@@ -63,4 +93,5 @@ def test_backward_keeps_the_input_and_one_number_a_row(dtype: torch.dtype) -> No
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         rms_norm(x_H, torch.ones(32, dtype=dtype, requires_grad=True), 1e-6)
-    assert sizes == [6 * 32, 32, 6]
+        residual_rms_norm(x_H, x_H.detach(), torch.ones(32, dtype=dtype, requires_grad=True), 1e-6)
+    assert sizes == [6 * 32, 32, 6] * 2

@@ -18,6 +18,7 @@ from moeplan.kernels.delta_rule import gated_delta_rule
 from moeplan.kernels.delta_rule_reference import DeltaTokens
 from moeplan.kernels.gated_norm import gated_norm
 from moeplan.kernels.grouped_gemm import grouped_gemm
+from moeplan.kernels.norm import residual_rms_norm, rms_norm_reference
 from moeplan.kernels.padded_rows import padded_rows
 from moeplan.kernels.permute import permute, unpermute
 from moeplan.kernels.rotary import apply_rotary, rotary_tables
@@ -51,6 +52,22 @@ def _check(
 def test_activation(kind: ActivationKind) -> None:
     inputs = [_normal(300, 1536), torch.rand(300, device="cuda", requires_grad=True)]
     _check(lambda x, p: activation(x, kind, p), lambda x, p: activation_reference.activation(x, kind, p), inputs)
+
+
+@pytest.mark.parametrize("has_update, width", [(False, 2048), (True, 2048), (True, 16384)])
+def test_residual_norm(has_update: bool, width: int) -> None:
+    def reference(x: torch.Tensor, update: torch.Tensor | None, weight: torch.Tensor) -> torch.Tensor:
+        total = x if update is None else x + update
+        return torch.cat((total, rms_norm_reference(total, weight, 1e-6)))
+
+    def run(x: torch.Tensor, update: torch.Tensor | None, weight: torch.Tensor) -> torch.Tensor:
+        return torch.cat(residual_rms_norm(x, update, weight, 1e-6))
+
+    inputs = [_normal(300, width), *([_normal(300, width)] if has_update else []), _normal(width)]
+    if has_update:
+        _check(run, reference, inputs)
+    else:
+        _check(lambda x, w: run(x, None, w), lambda x, w: reference(x, None, w), inputs)
 
 
 def test_rotary_of_a_view() -> None:
