@@ -151,6 +151,7 @@ def _waiting_case(operands: Operands, rows: RowMap) -> Case:
 
 
 def _weights(routing: Routing) -> list[Tensor]:
+    assert routing.share_TE is not None
     return [routing.probs_TK, routing.share_TE]
 
 

@@ -89,7 +89,11 @@ def groups_of(plan: Plan, ceilings: Ceilings, num_parameters: int) -> list[Group
     gemm, (fwd, bwd) = ceilings.gemm_flops_per_s, ceilings.attention_flops_per_s
     scores = L * T * plan.seq_len * width * heads  # of one causal product
     expert_flops = L * rows * 2 * 3 * H * F
-    norms = (2 * L + 1) * T * H * BF16
+    # Passes: forward of the first norm 2, of the second with the sum before it 4; backward with the stream's gradient 4
+    # each; the last norm 2 and 3.
+    norms = (14 * L + 5) * T * H * BF16
+    # Logits and their gradients go through HBM in fp32 and in BF16; the input's gradient is added to.
+    router = L * T * (4 * H * BF16 + E * (4 * FP32 + 3 * BF16))
     return [
         Group("experts: weight gradient, added to fp32", "expert_gemm", "_add_products|nvjet_sm90_tss", expert_flops,
               experts * added, gemm),
@@ -100,16 +104,16 @@ def groups_of(plan: Plan, ceilings: Ceilings, num_parameters: int) -> list[Group
         Group("dense layers", "dense_gemm", ".*", 6 * T * dense, dense * added, gemm),
         Group("head", "loss", "(nvjet|.*gemm).*", 6 * T * H * V, V * H * added, gemm),
         Group("cross entropy", "loss", ".*", 0, 3 * T * V * BF16, gemm),
-        Group("router", "router", ".*", L * 6 * T * H * E, L * T * (3 * H * BF16 + 5 * E * FP32), gemm),
+        Group("router", "router", ".*", L * 6 * T * H * E, router, gemm),
         Group("rows copied", "permute", "(_spread|_copy)", 0, L * 2 * (T + rows) * H * BF16, gemm),
         Group("rows summed", "permute", "_sum", 0, L * 2 * (T + rows) * H * BF16, gemm),
         Group("rows sorted", "permute", ".*", 0, L * rows * 32, gemm),
         Group("activation: forward", "elementwise", "_forward", 0, L * rows * 3 * F * BF16, gemm),
         Group("activation: backward", "elementwise", "_backward", 0, L * rows * 5 * F * BF16, gemm),
-        Group("rotary", "elementwise", "_rotate", 0, L * 4 * T * width * (heads + kv) * BF16, gemm),
-        Group("norms", "elementwise", "_norm", 0, 5 * norms, gemm),
-        Group("residual sums and the rest", "elementwise", ".*", 0,
-              L * T * (15 * H + 4 * width * (heads + 2 * kv)) * BF16 + 4 * T * H * BF16, gemm),
+        Group("heads split and rotated", "elementwise", "(_rotate|_copy_heads)", 0,
+              L * 4 * T * width * (heads + 2 * kv) * BF16, gemm),
+        Group("norms and sums before them", "elementwise", "_norm", 0, norms, gemm),
+        Group("residual sums and the rest", "elementwise", ".*", 0, (3 * L + 4) * T * H * BF16, gemm),
         Group("Adam", "optimizer", "_step", 0, adam_bytes(plan.point) * num_parameters, gemm),
         Group("gradient norm", "optimizer", ".*", 0, FP32 * num_parameters, gemm),
     ]  # fmt: skip

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moeplan.executor.collectives import all_reduce
+from moeplan.executor.collectives import all_reduced
 from moeplan.executor.mesh import Group
 from moeplan.executor.pack_layout import PackLayout
-from moeplan.kernels.router import Routing, balance_loss, count_tokens
+from moeplan.kernels.router import Routing, attach_gradient, balance_gradient, count_tokens
 from moeplan.model_spec import Moe
 
 
@@ -44,23 +44,26 @@ def count_real(index_LK: Tensor, num_experts: int, layout: PackLayout) -> Tensor
     return count_tokens(index_LK, num_experts + 1)[0, :num_experts]
 
 
-def sets_balance_loss(routing: Routing, moe: Moe, sets: TokenSets, num_step_tokens: int) -> Tensor:
-    """This rank's part of :func:`balance_loss` of the sets, by their part of the step's tokens.
+def attach_balance(probs_LK: Tensor, routing: Routing, moe: Moe, sets: TokenSets, num_step_tokens: int) -> Tensor:
+    """``probs_LK``; its backward adds this rank's part of the balancing loss of the sets (``balance_gradient``).
 
-    Fractions are over all ranks of the group. Over equal sequences it is the mean over sequences.
+    Sets count by their part of the step's tokens, and fractions are over all ranks of the group. Over equal sequences
+    the loss is the mean over sequences.
     """
     num_experts, num_sets, index_LK = moe.num_experts, len(sets.num_tokens), routing.expert_index_TK
     if sets.set_L is None:
-        num_copies_SE = count_tokens(index_LK, num_experts)
-        share_SE = routing.share_TE.sum(0, keepdim=True)
+        assert routing.totals is not None
+        share_SE, num_copies_SE = routing.totals.share_E[None], routing.totals.num_copies_E[None]
     else:
+        assert routing.share_TE is not None
         index_LK = index_LK + sets.set_L[:, None] * num_experts
         num_copies_SE = count_tokens(index_LK, (num_sets + 1) * num_experts).view(num_sets + 1, num_experts)
         num_copies_SE = num_copies_SE[:num_sets].contiguous()
         share_SE = routing.share_TE.new_zeros(num_sets + 1, num_experts).index_add(0, sets.set_L, routing.share_TE)
         share_SE = share_SE[:num_sets]
-    num_copies_SE = all_reduce(num_copies_SE, sets.group)
+    num_copies_SE = all_reduced(num_copies_SE, sets.group).to(share_SE.dtype)
     # An idle rank's only document has no tokens.
-    tokens = [max(1, num) * moe.top_k for num in sets.num_tokens]
-    fraction_SE = num_copies_SE / (tokens[0] if num_sets == 1 else num_copies_SE.new_tensor(tokens)[:, None])
-    return balance_loss(share_SE, fraction_SE, num_step_tokens, moe.router.aux_loss_coeff)
+    copies = [max(1, num) * moe.top_k for num in sets.num_tokens]
+    set_copies = copies[0] if num_sets == 1 else num_copies_SE.new_tensor(copies)[:, None]
+    grad_SE = balance_gradient(num_copies_SE, set_copies, num_step_tokens, moe.router.aux_loss_coeff)
+    return attach_gradient(probs_LK, share_SE, grad_SE)

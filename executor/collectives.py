@@ -32,6 +32,11 @@ def all_reduce(x: Tensor, group: Group) -> Tensor:
     return x
 
 
+def all_reduced(x: Tensor, group: Group) -> Tensor:
+    """:func:`all_reduce` that leaves x as it was; x itself where the group has one rank."""
+    return all_reduce(x.clone(), group) if group.size > 1 else x
+
+
 def all_gather_into(whole: Tensor, part: Tensor, group: Group) -> None:
     """Fill ``whole`` with the parts of every rank, in rank order. Groups of more than one."""
     _all_gather(whole, part, group=group.process_group)

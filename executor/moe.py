@@ -171,17 +171,17 @@ class MoeBlock(nn.Module):
         """The block's addition to the residual stream of this rank's tokens."""
         if self.overlap_shared:
             return self._share_beside(x_LH, layout)
+        x_LH, routing = self.router(x_LH, layout)
         shared_LH = None
         if self.shared is not None:
             shared_LH = checkpointed(self._share, x_LH) if self.recompute_shared else self._share(x_LH)
-        routed_LH = self._route(x_LH, layout)
+        routed_LH = self._route(x_LH, routing, layout)
         if shared_LH is None:
             return routed_LH
         with scope("elementwise"):
             return routed_LH + shared_LH
 
-    def _route(self, x_LH: Tensor, layout: PackLayout | None, beside: Beside | None = None) -> Tensor:
-        routing: Routing = self.router(x_LH, layout)
+    def _route(self, x_LH: Tensor, routing: Routing, layout: PackLayout | None, beside: Beside | None = None) -> Tensor:
         if self.latent_down is None or self.latent_up is None:
             return self._run_routed(x_LH, routing, layout, beside)
         latent_LH = self._run_routed(local_linear(x_LH, self.latent_down), routing, layout, beside)
@@ -230,11 +230,12 @@ class MoeBlock(nn.Module):
         """The shared expert's first matrix runs beside the dispatch, its second beside the combine (section 2.6)."""
         shared, made = self.shared, list[Tensor]()
         assert shared is not None
+        x_LH, routing = self.router(x_LH, layout)
         beside = Beside(
             dispatch=lambda: made.append(shared.expand(x_LH)),
             combine=lambda: made.append(self._gated(x_LH, shared.project(made.pop()))),
         )
-        routed_LH = self._route(x_LH, layout, beside)
+        routed_LH = self._route(x_LH, routing, layout, beside)
         with scope("elementwise"):
             return routed_LH + made.pop()
 

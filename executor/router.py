@@ -6,8 +6,8 @@ Shapes: L tokens of this rank, K experts per token, E experts, H hidden, S sets 
 import torch
 from torch import Tensor, nn
 
-from moeplan.executor.balance import TokenSets, count_real, pack_sets, sets_balance_loss
-from moeplan.executor.collectives import all_reduce
+from moeplan.executor.balance import TokenSets, attach_balance, count_real, pack_sets
+from moeplan.executor.collectives import all_reduce, all_reduced
 from moeplan.executor.dtypes import at_least_fp32
 from moeplan.executor.mesh import Mesh
 from moeplan.executor.pack_layout import PackLayout
@@ -18,8 +18,9 @@ from moeplan.kernels.capacity import expert_capacity, within_capacity
 from moeplan.kernels.router import (
     RouterOptions,
     Routing,
+    attach_gradient,
     attach_loss,
-    balance_loss,
+    balance_gradient,
     count_tokens,
     route,
     router_logits,
@@ -69,49 +70,56 @@ class Router(nn.Module):
             )
         self.control: RoutingControl | None = None
 
-    def forward(self, x_LH: Tensor, layout: PackLayout | None = None) -> Routing:
-        """Probabilities and indices of the chosen experts; padding of a ``layout`` is not counted."""
+    def forward(self, x_LH: Tensor, layout: PackLayout | None = None) -> tuple[Tensor, Routing]:
+        """x, for all else that reads it (see ``router_logits``), and the chosen experts; no padding is counted."""
         with scope("router"):
-            logits_LE = router_logits(x_LH, self.weight)
+            x_LH, logits_LE = router_logits(x_LH, self.weight)
             if self.logit_bias is not None:
                 logits_LE = logits_LE + self.logit_bias.to(logits_LE.dtype)
-            routing = self._route(logits_LE)
+            sets = self._token_sets(layout)
+            routing = self._route(logits_LE, totals=sets is None or sets.set_L is None)
             # Where gradients are off, this is validation, or the first of two runs under recompute.
             if self.counts_load and torch.is_grad_enabled():
-                self.num_copies_E += self._count(routing.expert_index_TK, layout)
-            probs_LK = self._with_losses(routing, logits_LE, layout)
+                self.num_copies_E += self._count(routing, layout)
+            probs_LK = self._with_losses(routing, logits_LE, sets, layout)
             index_LK = routing.expert_index_TK
             if self.capacity is not None:
                 policy = self.spec.drop_policy
                 index_LK = within_capacity(index_LK, probs_LK, self.moe.num_experts, self.capacity, policy)
-        return Routing(probs_LK, index_LK, routing.share_TE)
+        return x_LH, Routing(probs_LK, index_LK)
 
-    def _route(self, logits_LE: Tensor) -> Routing:
+    def _route(self, logits_LE: Tensor, *, totals: bool) -> Routing:
         """The routing of a micro-batch, before any copy is dropped."""
         control = self.control
         if control is None or not control.is_active:
-            return route(logits_LE, self.options, self.bias_E)
+            return route(logits_LE, self.options, self.bias_E, totals=totals)
         micro_batch = control.next_call(self.name)
         forced_LK = control.forced(self.name, micro_batch, logits_LE, self.options)
-        routing = route(logits_LE, self.options, self.bias_E, forced_LK)
+        routing = route(logits_LE, self.options, self.bias_E, forced_LK, totals=totals)
         control.note(self.name, micro_batch, routing.expert_index_TK)
         return routing
 
-    def _with_losses(self, routing: Routing, logits_LE: Tensor, layout: PackLayout | None) -> Tensor:
+    def _with_losses(
+        self, routing: Routing, logits_LE: Tensor, sets: TokenSets | None, layout: PackLayout | None
+    ) -> Tensor:
         probs_LK, spec = routing.probs_TK, self.spec
-        if spec.aux_loss == "global_aux_loss" and spec.aux_loss_coeff > 0:
-            probs_LK = attach_loss(probs_LK, self._step_balance_loss(routing))
-        elif spec.aux_loss != "none" and spec.aux_loss_coeff > 0:
-            loss = sets_balance_loss(routing, self.moe, self._token_sets(layout), self.num_step_tokens)
-            probs_LK = attach_loss(probs_LK, loss)
+        if sets is not None:
+            probs_LK = attach_balance(probs_LK, routing, self.moe, sets, self.num_step_tokens)
+        elif spec.aux_loss == "global_aux_loss" and spec.aux_loss_coeff > 0:
+            probs_LK = self._attach_step_balance(probs_LK, routing)
         if spec.z_loss_coeff > 0:
             is_real_L = layout.is_real_L if layout is not None else None
             loss = z_loss(logits_LE, spec.z_loss_coeff, self.num_step_tokens, is_real_L)
             probs_LK = attach_loss(probs_LK, loss)
         return probs_LK
 
-    def _token_sets(self, layout: PackLayout | None) -> TokenSets:
-        """All tokens of the micro-batch, or sequence by sequence, or document by document."""
+    def _token_sets(self, layout: PackLayout | None) -> TokenSets | None:
+        """All tokens of the micro-batch, or sequence by sequence, or document by document.
+
+        None where nothing balances them, or the whole step does.
+        """
+        if self.spec.aux_loss in ("none", "global_aux_loss") or self.spec.aux_loss_coeff == 0:
+            return None
         is_apart = self.spec.aux_loss == "seq_aux_loss"
         if layout is not None:
             return pack_sets(layout, per_document=is_apart)
@@ -123,26 +131,31 @@ class Router(nn.Module):
         set_L = positions_L // (self.seq_len // self.mesh.cp.size)
         return TokenSets(set_L, (self.seq_len,) * self.num_sequences, self.mesh.tp_cp)
 
-    def _count(self, index_LK: Tensor, layout: PackLayout | None) -> Tensor:
+    def _count(self, routing: Routing, layout: PackLayout | None) -> Tensor:
         """Copies [E] of this rank's tokens by expert."""
-        if layout is None:
-            return count_tokens(index_LK, self.moe.num_experts)[0]
-        return count_real(index_LK, self.moe.num_experts, layout)
+        if layout is not None and layout.has_padding:
+            return count_real(routing.expert_index_TK, self.moe.num_experts, layout)
+        if routing.totals is not None:
+            return routing.totals.num_copies_E
+        return count_tokens(routing.expert_index_TK, self.moe.num_experts)[0]
 
-    def _step_balance_loss(self, routing: Routing) -> Tensor:
+    def _attach_step_balance(self, probs_LK: Tensor, routing: Routing) -> Tensor:
         """This rank's part of the loss of its micro-batch against the load of the step so far, on all ranks of dp.
 
         As Megatron-LM has it (its global_aux_loss): the loads of later micro-batches are not known yet, so the figures
         depend on how many there are.
         """
-        num_copies_E = all_reduce(count_tokens(routing.expert_index_TK, self.moe.num_experts), self.mesh.stage)[0]
+        assert routing.totals is not None
+        share_E, num_copies_E = routing.totals
+        num_copies_E = all_reduced(num_copies_E, self.mesh.stage)
         if torch.is_grad_enabled():  # see forward
             self.step_copies_E += num_copies_E
             self.num_summed += 1
         num_copies = self.mesh.dp.size * self.seq_len * self.num_sequences * self.moe.top_k  # of each micro-batch
-        fraction_E = self.step_copies_E / (self.num_summed.clamp(min=1) * num_copies)
-        share_1E = routing.share_TE.sum(0, keepdim=True)
-        return balance_loss(share_1E, fraction_E[None], self.num_step_tokens, self.spec.aux_loss_coeff)
+        set_copies = self.num_summed.clamp(min=1) * num_copies
+        coeff = self.spec.aux_loss_coeff
+        grad_1E = balance_gradient(self.step_copies_E[None], set_copies, self.num_step_tokens, coeff)
+        return attach_gradient(probs_LK, share_E, grad_1E[0])
 
     @torch.no_grad()
     def end_step(self) -> Tensor | None:

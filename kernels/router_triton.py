@@ -5,7 +5,7 @@ Shapes: T tokens, E experts, K experts per token, S sequences.
 # ruff: noqa: ANN001, ANN202, PLR0917 - Triton takes by position, and reads every annotation as a constant
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import triton
@@ -13,13 +13,14 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from moeplan.kernels.triton_launch import compute_dtype
+from moeplan.kernels.triton_launch import compute_dtype, num_processors
 
 if TYPE_CHECKING:
     from moeplan.kernels.router import RouterOptions
 
 _ELEMENTS_A_PROGRAM = 1024  # tokens times experts: what 4 warps hold without spilling
 _COUNT_BLOCK = 1024
+_PROGRAMS_A_PROCESSOR = 8  # where programs sum over tokens: each leaves its part
 
 
 def is_supported(num_experts: int, num_groups: int) -> bool:
@@ -100,39 +101,53 @@ def _route(
     SIGMOID: tl.constexpr,
     NORMALIZE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    HAS_TOTALS: tl.constexpr,
     DTYPE: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     expert = tl.arange(0, BLOCK_E)[None, :]
-    place, mask, score = _scores(logits_ptr, token, expert, T, E, SIGMOID, DTYPE)
-    share = score
-    if SIGMOID:
-        share = score / (tl.sum(score, 1)[:, None] + tiny)
-    tl.store(share_ptr + place, share, mask)
-    key = score
-    if HAS_BIAS:
-        key += tl.load(bias_ptr + expert, expert < E, 0).to(DTYPE)
-    key = tl.where(expert < E, key, float("-inf"))
-    if GROUPS > 1:
-        key = _keep_groups(key, GROUPS, TOP_GROUPS, PER_GROUP, BLOCK_T, BLOCK_E)
     k_place = tl.arange(0, BLOCK_K)[None, :]
-    probs = tl.zeros((BLOCK_T, BLOCK_K), DTYPE)
-    index = tl.zeros((BLOCK_T, BLOCK_K), tl.int32)
-    for k in tl.static_range(K):
-        best = tl.minimum(tl.argmax(key, 1), E - 1)  # of NaN, whose loss ends the run, it may be past the last
-        is_best = expert == best[:, None]
-        probs = tl.where(k_place == k, tl.sum(tl.where(is_best, score, 0.0), 1)[:, None], probs)
-        index = tl.where(k_place == k, best[:, None], index)
-        key = tl.where(is_best, float("-inf"), key)
-    if NORMALIZE:
-        probs = probs / (tl.sum(probs, 1)[:, None] + tiny)
-    mask_k = (token < T)[:, None] & (k_place < K)
-    place_k = token[:, None].to(tl.int64) * K + k_place
-    tl.store(probs_ptr + place_k, probs * scale, mask_k)
-    tl.store(index_ptr + place_k, index.to(tl.int64), mask_k)
+    share_total = tl.zeros((BLOCK_T, BLOCK_E), DTYPE)
+    copies = tl.zeros((BLOCK_T, BLOCK_E), tl.int32)
+    for first in range(tl.program_id(0) * BLOCK_T, T, tl.num_programs(0) * BLOCK_T):
+        token = first + tl.arange(0, BLOCK_T)
+        place, mask, score = _scores(logits_ptr, token, expert, T, E, SIGMOID, DTYPE)
+        share = score
+        if SIGMOID:
+            share = score / (tl.sum(score, 1)[:, None] + tiny)
+        if HAS_TOTALS:
+            share_total += tl.where(mask, share, 0.0)
+        else:
+            tl.store(share_ptr + place, share, mask)
+        key = score
+        if HAS_BIAS:
+            key += tl.load(bias_ptr + expert, expert < E, 0).to(DTYPE)
+        key = tl.where(expert < E, key, float("-inf"))
+        if GROUPS > 1:
+            key = _keep_groups(key, GROUPS, TOP_GROUPS, PER_GROUP, BLOCK_T, BLOCK_E)
+        probs = tl.zeros((BLOCK_T, BLOCK_K), DTYPE)
+        index = tl.zeros((BLOCK_T, BLOCK_K), tl.int32)
+        for k in tl.static_range(K):
+            best = tl.minimum(tl.argmax(key, 1), E - 1)  # of NaN, whose loss ends the run, it may be past the last
+            is_best = expert == best[:, None]
+            probs = tl.where(k_place == k, tl.sum(tl.where(is_best, score, 0.0), 1)[:, None], probs)
+            index = tl.where(k_place == k, best[:, None], index)
+            key = tl.where(is_best, float("-inf"), key)
+            if HAS_TOTALS:
+                copies += (is_best & mask).to(tl.int32)
+        if NORMALIZE:
+            probs = probs / (tl.sum(probs, 1)[:, None] + tiny)
+        mask_k = (token < T)[:, None] & (k_place < K)
+        place_k = token[:, None].to(tl.int64) * K + k_place
+        tl.store(probs_ptr + place_k, probs * scale, mask_k)
+        tl.store(index_ptr + place_k, index.to(tl.int64), mask_k)
+    if HAS_TOTALS:
+        column = tl.arange(0, BLOCK_E)
+        total = share_ptr + tl.program_id(0) * 2 * E + column
+        tl.store(total, tl.sum(share_total, 0), column < E)
+        tl.store(total + E, tl.sum(copies, 0).to(DTYPE), column < E)
 
 
 @triton.jit
@@ -187,49 +202,64 @@ def _route_backward(
 class _Route(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits_TE: Tensor, bias_E: Tensor | None, options: "RouterOptions", tiny: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx: Any,
+        logits_TE: Tensor,
+        bias_E: Tensor | None,
+        options: "RouterOptions",
+        tiny: float,
+        totals: bool,  # noqa: FBT001 - autograd passes by position
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         logits_TE = logits_TE.contiguous()
         T, E = logits_TE.shape
+        block_t, block_e = _blocks(E)
+        num_programs = triton.cdiv(T, block_t)
+        share_shape: tuple[int, ...] = (T, E)
+        if totals:
+            num_programs = min(num_programs, _PROGRAMS_A_PROCESSOR * num_processors(logits_TE.device))
+            share_shape = (num_programs, 2, E)
         probs_TK = logits_TE.new_empty((T, options.top_k))
         index_TK = torch.empty((T, options.top_k), dtype=torch.int64, device=logits_TE.device)
-        share_TE = torch.empty_like(logits_TE)
+        share = logits_TE.new_empty(share_shape)
         ctx.options, ctx.tiny = options, tiny
         ctx.normalize = options.normalize_top_k and options.top_k > 1
         ctx.save_for_backward(logits_TE, index_TK)
-        ctx.mark_non_differentiable(index_TK)
         ctx.set_materialize_grads(False)
         if T:
-            block_t, block_e = _blocks(E)
             per_group = options.group_score_experts or max(1, options.top_k // options.top_groups)
-            _route[triton.cdiv(T, block_t),](
-                logits_TE, logits_TE if bias_E is None else bias_E, probs_TK, index_TK, share_TE, T, E,
+            _route[num_programs,](
+                logits_TE, logits_TE if bias_E is None else bias_E, probs_TK, index_TK, share, T, E,
                 options.scaling_factor, tiny, options.top_k, options.num_groups, options.top_groups,
                 per_group, options.score_function == "sigmoid", ctx.normalize,
-                bias_E is not None, compute_dtype(logits_TE), block_t, block_e,
+                bias_E is not None, totals, compute_dtype(logits_TE), block_t, block_e,
                 triton.next_power_of_2(options.top_k),
             )  # fmt: skip
-        return probs_TK, index_TK, share_TE
+        if not totals:
+            ctx.mark_non_differentiable(index_TK)
+            return probs_TK, index_TK, share, None
+        share_E, num_copies_E = share.sum(0)
+        ctx.mark_non_differentiable(index_TK, num_copies_E)
+        return probs_TK, index_TK, share_E, num_copies_E
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None, None]:
-        grad_probs_TK, _, grad_share_TE = grads
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None, None, None]:
+        grad_probs_TK, _, grad_share, _ = grads
         logits_TE, index_TK = ctx.saved_tensors
         T, E = logits_TE.shape
         options, (block_t, block_e) = ctx.options, _blocks(E)
         if grad_probs_TK is None:
             grad_probs_TK = logits_TE.new_zeros(index_TK.shape)
         grad_logits_TE = torch.empty_like(logits_TE)
-        strides = (0, 0) if grad_share_TE is None else grad_share_TE.stride()
+        # That of a total is that of every token.
+        strides: tuple[int, ...] = (0, 0) if grad_share is None else grad_share.expand(T, E).stride()
         if T:
             _route_backward[triton.cdiv(T, block_t),](
-                grad_probs_TK.contiguous(), logits_TE if grad_share_TE is None else grad_share_TE, logits_TE,
+                grad_probs_TK.contiguous(), logits_TE if grad_share is None else grad_share, logits_TE,
                 index_TK, grad_logits_TE, T, E, *strides, options.scaling_factor, ctx.tiny, options.top_k,
-                options.score_function == "sigmoid", ctx.normalize, grad_share_TE is not None,
+                options.score_function == "sigmoid", ctx.normalize, grad_share is not None,
                 compute_dtype(logits_TE), block_t, block_e,
             )  # fmt: skip
-        return grad_logits_TE, None, None, None
+        return grad_logits_TE, None, None, None, None
 
 
 def _blocks(num_experts: int) -> tuple[int, int]:
@@ -239,14 +269,19 @@ def _blocks(num_experts: int) -> tuple[int, int]:
 
 
 def route(
-    logits_TE: Tensor, bias_E: Tensor | None, options: "RouterOptions", tiny: float
-) -> tuple[Tensor, Tensor, Tensor]:
+    logits_TE: Tensor,
+    bias_E: Tensor | None,
+    options: "RouterOptions",
+    tiny: float,
+    totals: bool,  # noqa: FBT001 - as the caller had it
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Probabilities [T, K], indices [T, K] and shares [T, E]; see :func:`moeplan.kernels.router.route`.
+
+    Under ``totals`` in the place of shares their sum over tokens [E], and copies routed to each expert [E].
 
     Of equal scores the expert of the lower number is chosen. ``tiny`` is added to sums that are divided by.
     """
-    result: tuple[Tensor, Tensor, Tensor] = _Route.apply(logits_TE, bias_E, options, tiny)
-    return result
+    return cast("tuple[Tensor, Tensor, Tensor, Tensor | None]", _Route.apply(logits_TE, bias_E, options, tiny, totals))
 
 
 @triton.jit

@@ -1,6 +1,7 @@
 """Norm and rotation of queries and keys in one pass each way, straight out of and back into one projection.
 
-Apart they take three passes each way over queries and keys, and one more to put their gradients together.
+Apart they take three passes each way over queries and keys, and one more to put their gradients together. Values have a
+kernel as well, because torch copies parts of rows element by element.
 
 Shapes: B batch, S positions, T = B * S tokens, O heads in the projection, N heads of one kind, D width of a head,
 R = T * N rows, P programs.
@@ -88,6 +89,17 @@ def _rotate_heads_backward(
         tl.store(part + HALF, tl.sum(sum_right, 0), half < HALF)
 
 
+@triton.jit
+def _copy_heads(
+    x_ptr, y_ptr, R, S, N, D, x_stride_b, x_stride_s, x_stride_n, y_stride_t, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    col = tl.arange(0, BLOCK)[None, :]
+    token, head, mask = (row // N)[:, None], (row % N)[:, None], (row < R)[:, None] & (col < D)
+    source = x_ptr + (token // S) * x_stride_b + (token % S) * x_stride_s + head * x_stride_n + col
+    tl.store(y_ptr + token * y_stride_t + head * D + col, tl.load(source, mask, 0), mask)
+
+
 def split_qkv(
     qkv_BSOD: Tensor, num_kv_heads: int, tables: tuple[Tensor, Tensor], norms: tuple[Tensor, Tensor] | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -113,7 +125,7 @@ class _SplitQkv(torch.autograd.Function):
         parts = qkv_BSOD.tensor_split((-2 * num_kv_heads, -num_kv_heads), 2)
         q, k = (_turned(x, weight, cos, sin, eps) for x, weight in zip(parts, (q_norm, k_norm), strict=False))
         ctx.save_for_backward(None if q_norm is None else qkv_BSOD, q_norm, k_norm, cos, sin)
-        return q, k, parts[2].contiguous() if q_norm is None else parts[2]
+        return q, k, parts[2] if q_norm is not None else _copied(parts[2], torch.empty_like(k))
 
     @staticmethod
     @once_differentiable
@@ -127,7 +139,7 @@ class _SplitQkv(torch.autograd.Function):
             _turned_back(grads[index], x_parts[index], weight, grad_parts[index], cos, sin, ctx.eps)
             for index, weight in enumerate((q_norm, k_norm))
         ]
-        grad_parts[2].copy_(grads[2])
+        _copied(grads[2], grad_parts[2])
         return grad_qkv_BSOD, *grad_norms, None, None, None, None
 
 
@@ -162,3 +174,17 @@ def _turned_back(
             compute_dtype(grad_BSND), rows, block,
         )  # fmt: skip
     return None if weight_D is None else sums_PD.sum(0).to(weight_D.dtype)
+
+
+def _copied(x_BSND: Tensor, y_BSND: Tensor) -> Tensor:
+    """``y_BSND``, after x is copied to it; the heads of each of its tokens lie one after the other."""
+    B, S, N, D = x_BSND.shape
+    if x_BSND.stride(3) != 1:
+        x_BSND = x_BSND.contiguous()
+    block = int(triton.next_power_of_2(D))
+    rows = max(1, _ELEMENTS_A_PROGRAM // block)
+    if x_BSND.numel():
+        _copy_heads[triton.cdiv(B * S * N, rows),](
+            x_BSND, y_BSND, B * S * N, S, N, D, *x_BSND.stride()[:3], y_BSND.stride(1), rows, block
+        )
+    return y_BSND

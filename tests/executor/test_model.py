@@ -132,7 +132,7 @@ def test_moe_block_is_the_weighted_sum_of_its_experts(model: ModelSpec, memory_e
     assert isinstance(block, MoeBlock)
     experts = block.experts
     x_LH = normal(16, 32)
-    routing = block.router(x_LH)
+    _, routing = block.router(x_LH)
 
     def expert(index: int, x: Tensor) -> Tensor:
         gate, up = (x @ experts.in_weight_EHF[index]).chunk(2, -1)

@@ -108,7 +108,7 @@ def test_each_exchange_of_a_pair_is_waited_for_after_the_other_side_computed(poo
     plan = tiny_plan(WINDOWED, 2, ep=2, ep_overlap=True, delay_wgrad=True)
     num_moe = WINDOWED.num_moe_layers
     num_pairs = plan.num_micro_batches - 1
-    num_matrices = 4 * WINDOWED.num_layers + 2 * num_moe  # attention 2, MLP or shared expert 2, experts 2
+    num_matrices = 4 * WINDOWED.num_layers + 3 * num_moe  # attention 2, MLP or shared expert 2, experts 2, router 1
     for events in pools[2].run(recorded_step, plan):
         # Dispatch and combine of a layer, each forward and backward.
         assert hidden(events) == (4 * num_moe * num_pairs, 4 * num_moe * num_pairs)
@@ -116,7 +116,7 @@ def test_each_exchange_of_a_pair_is_waited_for_after_the_other_side_computed(poo
         exchanges = [event for event in events if event.what == "exchange"]
         computed = [event for event in events if event.what == "compute"]
         assert [event.number for event in exchanges] == sorted(event.number for event in exchanges)
-        # Both matrices of the experts wait, and those of attention, shared expert and dense layers.
+        # Both matrices of the experts wait, and those of attention, router, shared expert and dense layers.
         delayed = [event.number for event in events if event.what == "delayed"]
         assert delayed.count(2) == num_moe * num_pairs
         assert sum(delayed) == num_pairs * num_matrices

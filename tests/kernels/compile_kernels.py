@@ -42,7 +42,7 @@ ROUTE_BACKWARD = {
 }  # fmt: skip
 ROUTE = {
     "K": 8, "GROUPS": 1, "TOP_GROUPS": 1, "PER_GROUP": 8, "SIGMOID": False, "NORMALIZE": True, "HAS_BIAS": False,
-    "DTYPE": tl.float32, "BLOCK_T": 8, "BLOCK_E": 128, "BLOCK_K": 8,
+    "HAS_TOTALS": True, "DTYPE": tl.float32, "BLOCK_T": 8, "BLOCK_E": 128, "BLOCK_K": 8,
 }  # fmt: skip
 DEEPSEEK = {
     "GROUPS": 8,
@@ -50,6 +50,7 @@ DEEPSEEK = {
     "PER_GROUP": 2,
     "SIGMOID": True,
     "HAS_BIAS": True,
+    "HAS_TOTALS": False,
     "BLOCK_T": 4,
     "BLOCK_E": 256,
 }
@@ -219,6 +220,7 @@ KERNELS = (
         "*bf16 *bf16 *bf16 *bf16 *fp32 *fp32 *fp32 i32 i32 i32 i32 i32 i32 i32 fp32 i32",
         [QKV | {"HAS_NORM": has_norm} for has_norm in (True, False)],
     ),
+    (split_qkv_triton._copy_heads, "*bf16 *bf16 i32 i32 i32 i32 i32 i32 i32 i32", [{"ROWS": 16, "BLOCK": 128}]),
     (row_map_triton._place, "*i64 *i32 *i32 *i32 i32 i32", [{"BLOCK": 128}]),
 )
 FOR_BLACKWELL = {

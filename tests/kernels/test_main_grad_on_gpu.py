@@ -138,16 +138,22 @@ def test_routing(options: RouterOptions, E: int) -> None:
     assert float((got.expert_index_TK.sort(1).values == expected.expert_index_TK.sort(1).values).float().mean()) > 0.999
     torch.testing.assert_close(got.probs_TK, expected.probs_TK, rtol=1e-4, atol=1e-6)
     direction_TK, direction_E = torch.randn_like(got.probs_TK), torch.randn(E, device="cuda")
-    grads = [
-        torch.autograd.grad((one.probs_TK * direction_TK).sum() + (one.share_TE.sum(0) * direction_E).sum(), logits_TE)[
-            0
-        ]
-        for one in (got, expected)
+    totalled = route(logits_TE, options, bias_E, totals=True)
+    assert totalled.totals is not None
+    assert got.share_TE is not None
+    assert expected.share_TE is not None
+    torch.testing.assert_close(totalled.totals.share_E, expected.share_TE.sum(0), rtol=1e-4, atol=1e-4)
+    by_sum = [(got, got.share_TE.sum(0)), (totalled, totalled.totals.share_E), (expected, expected.share_TE.sum(0))]
+    *grads, expected_grad = [
+        torch.autograd.grad((one.probs_TK * direction_TK).sum() + (share_E * direction_E).sum(), logits_TE)[0]
+        for one, share_E in by_sum
     ]
     # Of experts that are nearly level each may take another, or in another order, and gradients then go elsewhere.
-    is_same_T = (got.expert_index_TK == expected.expert_index_TK).all(1)
-    assert float(is_same_T.float().mean()) > 0.99
-    assert _error(grads[0][is_same_T], grads[1][is_same_T].double()) < 1e-3
+    for one, grad_TE in zip((got, totalled), grads, strict=True):
+        is_same_T = (one.expert_index_TK == expected.expert_index_TK).all(1)
+        assert float(is_same_T.float().mean()) > 0.99
+        assert _error(grad_TE[is_same_T], expected_grad[is_same_T].double()) < 1e-3
+    assert torch.equal(totalled.totals.num_copies_E, count_tokens(totalled.expert_index_TK, E)[0])
     counts_E = count_tokens(got.expert_index_TK, E)[0]
     assert torch.equal(counts_E, torch.bincount(got.expert_index_TK.flatten(), minlength=E).float())
 

@@ -119,7 +119,13 @@ def test_cross_entropy() -> None:
 
 
 def test_router_logits() -> None:
-    _check(router_logits, lambda x, w: x @ w.t(), [_normal(512, 1024), _normal(64, 1024)])
+    inputs = [_normal(512, 1024), _normal(64, 1024)]
+    _check(lambda x, w: router_logits(x, w)[1], lambda x, w: x @ w.t(), inputs)
+
+    def both(x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        return torch.cat((x.sin(), logits), 1)
+
+    _check(lambda x, w: both(*router_logits(x, w)), lambda x, w: both(x, x @ w.t()), inputs)
 
 
 def test_grouped_gemm_with_an_empty_expert() -> None:

@@ -135,8 +135,10 @@ def test_a_model_trains_as_emulated(monkeypatch: pytest.MonkeyPatch, name: str) 
         got = trained()
     assert calls == {"scaled_mm", "scaled_grouped_mm"}
     assert got.losses[0] == emulated.losses[0]
-    # Experts' weight gradients were rounded to bf16: 2**-9 of each.
-    assert got.grad_norms == pytest.approx(emulated.grad_norms, rel=2**-9)
+    # Experts' weight gradients were rounded to bf16: 2**-9 of each. Weights that moved by it fall to other values of 4
+    # bits now and then: norms of later steps differ by 0.04 to 0.7 % over seeds.
+    assert got.grad_norms[0] == pytest.approx(emulated.grad_norms[0], rel=2**-9)
+    assert got.grad_norms == pytest.approx(emulated.grad_norms, rel=1e-2)
     assert got.losses == pytest.approx(emulated.losses, rel=1e-3)
 
 

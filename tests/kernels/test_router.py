@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 
 from moeplan.kernels.router import (
     RouterOptions,
+    attach_gradient,
     attach_loss,
-    balance_loss,
+    balance_gradient,
     count_tokens,
     route,
     router_logits,
@@ -40,6 +41,7 @@ def test_sigmoid_is_normalised_over_the_chosen_for_weights_and_over_all_for_the_
     routing = route(LOGITS_TE, RouterOptions(top_k=2, score_function="sigmoid", scaling_factor=2.5))
     scores = [1 / (1 + math.exp(-x)) for x in range(4)]
     assert routing.probs_TK[0].tolist() == pytest.approx([2.5 * s / (scores[3] + scores[2]) for s in scores[:1:-1]])
+    assert routing.share_TE is not None
     assert routing.share_TE[0].tolist() == pytest.approx([s / sum(scores) for s in scores])
 
 
@@ -74,6 +76,7 @@ def test_choices_are_distinct_and_weights_sum_to_the_scale(
         assert len(set(choice)) == K
         assert len({expert // (E // num_groups) for expert in choice}) <= top_groups
     torch.testing.assert_close(routing.probs_TK.sum(1), torch.full((T,), 1.5, dtype=torch.float64))
+    assert routing.share_TE is not None
     torch.testing.assert_close(routing.share_TE.sum(1), torch.ones(T, dtype=torch.float64))
 
 
@@ -83,9 +86,8 @@ def test_gradients_through_weights_shares_and_losses_are_exact(score_function: s
 
     def losses(logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
         routing = route(logits, options)
-        fraction_1E = count_tokens(routing.expert_index_TK, 4) / 4
-        balance = balance_loss(routing.share_TE.sum(0, keepdim=True), fraction_1E, 2, 0.1)
-        return routing.probs_TK, balance, z_loss(logits, 0.1, 2)
+        assert routing.share_TE is not None
+        return routing.probs_TK, routing.share_TE, z_loss(logits, 0.1, 2)
 
     assert torch.autograd.gradcheck(losses, (LOGITS_TE.clone().requires_grad_(),))
 
@@ -97,19 +99,20 @@ def test_counts_by_sequence() -> None:
 
 
 def test_balance_loss_is_the_coefficient_when_balanced_and_e_times_it_when_one_expert_takes_all() -> None:
-    E, T = 4, 8
+    E, T, K = 4, 8, 2
     uniform_2E = torch.full((2, E), T / 2 / E)  # of two sets
-    assert balance_loss(uniform_2E, torch.full((2, E), 1 / E), T, 0.01).item() == pytest.approx(0.01)
-    one_hot_1E = torch.tensor([[0.0, 0.0, 1.0, 0.0]])
-    assert balance_loss(one_hot_1E * T, one_hot_1E, T, 0.01).item() == pytest.approx(0.04)
+    grad_2E = balance_gradient(uniform_2E * K, T / 2 * K, T, 0.01)
+    assert (uniform_2E * grad_2E).sum().item() == pytest.approx(0.01)
+    one_hot_1E = torch.tensor([[0.0, 0.0, 1.0, 0.0]]) * T
+    assert (one_hot_1E * balance_gradient(one_hot_1E, T, T, 0.01)).sum().item() == pytest.approx(0.04)
 
 
-def test_balance_losses_of_the_parts_of_a_batch_add_up_to_that_of_the_whole() -> None:
-    routing = route(_random_logits(6, 4), RouterOptions(top_k=2))
-    fraction_1E = count_tokens(routing.expert_index_TK, 4) / 12
-    whole = balance_loss(routing.share_TE.sum(0, keepdim=True), fraction_1E, 6, 0.3)
-    parts = [balance_loss(part.sum(0, keepdim=True), fraction_1E, 6, 0.3) for part in routing.share_TE.split(2)]
-    torch.testing.assert_close(sum(parts), whole)
+def test_totals_are_sums_over_tokens() -> None:
+    routing = route(_random_logits(6, 4), RouterOptions(top_k=2), totals=True)
+    assert routing.share_TE is not None
+    assert routing.totals is not None
+    torch.testing.assert_close(routing.totals.share_E, routing.share_TE.sum(0))
+    assert torch.equal(routing.totals.num_copies_E, torch.bincount(routing.expert_index_TK.flatten(), minlength=4))
 
 
 def test_z_loss_of_equal_logits() -> None:
@@ -135,10 +138,37 @@ def test_an_attached_loss_reaches_its_inputs() -> None:
     assert weight.grad.item() == 2 * 2.0
 
 
+def test_an_attached_gradient_reaches_its_place() -> None:
+    x, at = torch.ones(3, requires_grad=True), torch.zeros(2, requires_grad=True)
+    y = attach_gradient(x * 5, at * 2, torch.tensor([1.0, -3.0]))
+    assert torch.equal(y, x * 5)
+    y.sum().backward()
+    assert x.grad is not None
+    assert at.grad is not None
+    assert x.grad.tolist() == [5.0] * 3
+    assert at.grad.tolist() == [2.0, -6.0]
+
+
 def test_logits_are_fp32_at_least() -> None:
     x_TH, weight_EH = torch.ones(2, 3), torch.ones(4, 3)
-    assert router_logits(x_TH.bfloat16(), weight_EH.bfloat16()).dtype == torch.float32
-    assert router_logits(x_TH.double(), weight_EH.double()).dtype == torch.float64
+    assert router_logits(x_TH.bfloat16(), weight_EH.bfloat16())[1].dtype == torch.float32
+    assert router_logits(x_TH.double(), weight_EH.double())[1].dtype == torch.float64
+
+
+def test_gradients_of_logits_and_of_what_else_reads_the_input_add_up() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x_TH, weight_EH = (
+        torch.randn(num, 3, generator=generator, dtype=torch.float64, requires_grad=True) for num in (5, 4)
+    )
+
+    def both(x_TH: torch.Tensor, weight_EH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x_TH, logits_TE = router_logits(x_TH, weight_EH)
+        return x_TH.sin(), logits_TE
+
+    torch.testing.assert_close(both(x_TH, weight_EH), (x_TH.sin(), x_TH @ weight_EH.t()))
+    assert torch.autograd.gradcheck(both, (x_TH, weight_EH))
+    assert torch.autograd.gradcheck(lambda x: both(x, weight_EH.detach())[0], (x_TH,))
+    assert torch.autograd.gradcheck(lambda w: both(x_TH.detach(), w)[1], (weight_EH,))
 
 
 def test_logits_of_half_precision_are_exact_and_their_gradients_close() -> None:
@@ -146,9 +176,9 @@ def test_logits_of_half_precision_are_exact_and_their_gradients_close() -> None:
     x_TH = torch.randn(64, 32, generator=generator).bfloat16().requires_grad_()
     weight_EH = torch.randn(8, 32, generator=generator).bfloat16().requires_grad_()
     direction_TE = torch.randn(64, 8, generator=generator)
-    logits_TE = router_logits(x_TH, weight_EH)
+    _, logits_TE = router_logits(x_TH, weight_EH)
     exact = [tensor.detach().double().requires_grad_() for tensor in (x_TH, weight_EH)]
-    expected_TE = router_logits(*exact)
+    _, expected_TE = router_logits(*exact)
     torch.testing.assert_close(logits_TE.double(), expected_TE, rtol=1e-5, atol=1e-5)
     got = torch.autograd.grad((logits_TE * direction_TE).sum(), (x_TH, weight_EH))
     expected = torch.autograd.grad((expected_TE * direction_TE).sum(), exact)

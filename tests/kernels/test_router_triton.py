@@ -30,8 +30,9 @@ def test_choices_weights_shares_and_gradients(  # noqa: PLR0917 - Hypothesis pas
     generator = torch.Generator().manual_seed(T * E)
     logits_TE = torch.randn(T, E, generator=generator, dtype=torch.float64, requires_grad=True)
     bias_E = torch.rand(E, generator=generator, dtype=torch.float64) if has_bias else None
-    got = router_triton.route(logits_TE, bias_E, options, TINY)
+    got = router_triton.route(logits_TE, bias_E, options, TINY, totals=False)
     expected = route_reference(logits_TE, options, bias_E)
+    assert expected.share_TE is not None
     assert torch.equal(got[1], expected.expert_index_TK)
     torch.testing.assert_close(got[0], expected.probs_TK)
     torch.testing.assert_close(got[2], expected.share_TE)
@@ -49,10 +50,36 @@ def test_choices_weights_shares_and_gradients(  # noqa: PLR0917 - Hypothesis pas
         torch.testing.assert_close(grad_TE, expected_grad_TE)
 
 
+@pytest.mark.parametrize("score_function", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("T", [0, 1, 70])
+def test_totals_in_the_place_of_shares(shape: tuple[int, int, int, int], score_function: Score, T: int) -> None:
+    from moeplan.kernels import router_triton
+
+    E, K, num_groups, top_groups = shape
+    options = RouterOptions(K, score_function, num_groups, top_groups)
+    logits_TE = torch.randn(T, E, generator=torch.Generator().manual_seed(E), dtype=torch.float64, requires_grad=True)
+    probs_TK, index_TK, share_E, num_copies_E = router_triton.route(logits_TE, None, options, TINY, totals=True)
+    expected = route_reference(logits_TE, options)
+    assert expected.share_TE is not None
+    torch.testing.assert_close(probs_TK, expected.probs_TK)
+    assert torch.equal(index_TK, expected.expert_index_TK)
+    torch.testing.assert_close(share_E, expected.share_TE.sum(0))
+    assert num_copies_E is not None
+    assert torch.equal(num_copies_E, torch.bincount(index_TK.flatten(), minlength=E))
+    direction_E = torch.randn(E, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    (grad_TE,) = torch.autograd.grad(probs_TK.square().sum() + (share_E * direction_E).sum(), logits_TE)
+    expected_loss = expected.probs_TK.square().sum() + (expected.share_TE * direction_E).sum()
+    torch.testing.assert_close(grad_TE, torch.autograd.grad(expected_loss, logits_TE)[0])
+
+
 def test_scores_that_are_no_numbers_choose_experts_that_there_are() -> None:
     from moeplan.kernels import router_triton
 
-    _, index_TK, _ = router_triton.route(torch.full((3, 7), torch.nan), None, RouterOptions(3), TINY)
+    logits_TE = torch.full((3, 7), torch.nan)
+    _, index_TK, _, num_copies_E = router_triton.route(logits_TE, None, RouterOptions(3), TINY, totals=True)
+    assert num_copies_E is not None
+    assert num_copies_E.sum() == 9
     assert 0 <= int(index_TK.min()) <= int(index_TK.max()) < 7
 
 

@@ -44,9 +44,9 @@ class Contract:
         weights = exact[1:] if has_norms else (None, None)
         expected = (_formula(q, weights[0], S), _formula(k, weights[1], S), v)
         generator = torch.Generator().manual_seed(1)
-        # The gradient of queries comes transposed, as attention leaves it.
+        # Gradients of queries and values come transposed, as attention leaves them.
         directions = [torch.randn(one.shape, generator=generator, dtype=torch.float64) for one in expected]
-        directions[0] = directions[0].transpose(1, 2).contiguous().transpose(1, 2)
+        directions[::2] = [one.transpose(1, 2).contiguous().transpose(1, 2) for one in directions[::2]]
         grads = torch.autograd.grad(got, inputs, [one.to(dtype) for one in directions])
         expected_grads = torch.autograd.grad(expected, exact, directions)
         for one, other in zip((*got, *grads), (*expected, *expected_grads), strict=True):
