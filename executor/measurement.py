@@ -7,36 +7,47 @@ from pathlib import Path
 
 import torch
 
-from moeplan.executor.measure import PeakBytes, context_bytes, spread_frac
+from moeplan.executor.measure import PeakBytes, context_bytes, resident_bytes, spread_frac
 from moeplan.executor.train import Trainer, TrainingRecord
 from moeplan.flops import training_flops_per_token
 from moeplan.kernels.back_end_choice import choices
 from moeplan.plan import Plan
 from moeplan.results import FamilyTime, Figures
 from moeplan.run_config import RunConfig
-from moeplan.units import TFLOP, format_bytes
+from moeplan.units import GIB, TFLOP, format_bytes
 from moeplan.vocabulary import MemoryCategory, OpFamily
 
 _MAX_KERNEL_NAME = 100  # letters: templates go on for pages
+_OWN_BYTES = 2 * GIB  # four times what a context takes (0.5 GB, docs/hardware.md): what is beyond is of others
 _MEMORY_NOTE = "activations hold logits and buffers too: the peak less everything else"
 
 
 @dataclass(frozen=True)
 class RankFigures:
-    """What one rank measured."""
+    """What one rank measured. ``taken_before_bytes``: of a GPU, before the ranks met."""
 
     step_times_s: list[float]
     memory_bytes: dict[MemoryCategory, float]
     family_times: dict[OpFamily, FamilyTime]
+    taken_before_bytes: float = 0.0
 
 
-def measure_rank(trainer: Trainer, record: TrainingRecord, resident_before_bytes: float) -> RankFigures:
-    """This rank's times and memory. ``resident_before_bytes``: in use on a CPU before the model was built."""
-    memory = memory_by_category(trainer, record.peak_bytes, resident_before_bytes)
-    return RankFigures(record.step_times_s, memory, record.family_times)
+def taken_bytes(device: torch.device) -> float:
+    """Memory that is gone now, by this process and, on a GPU, by whoever else has some there."""
+    return context_bytes(device) if device.type == "cuda" else resident_bytes()
 
 
-def memory_by_category(trainer: Trainer, peak: PeakBytes, resident_before_bytes: float) -> dict[MemoryCategory, float]:
+def measure_rank(trainer: Trainer, record: TrainingRecord, taken_before_bytes: float) -> RankFigures:
+    """This rank's times and memory.
+
+    ``taken_before_bytes``: :func:`taken_bytes` before the model was built, on a GPU before the ranks met.
+    """
+    memory = memory_by_category(trainer, record.peak_bytes, taken_before_bytes)
+    on_gpu_bytes = taken_before_bytes if trainer.device.type == "cuda" else 0.0
+    return RankFigures(record.step_times_s, memory, record.family_times, on_gpu_bytes)
+
+
+def memory_by_category(trainer: Trainer, peak: PeakBytes, taken_before_bytes: float) -> dict[MemoryCategory, float]:
     """A rank's peak by category, activations with logits and buffers.
 
     On CUDA the sum without ``framework`` is what tensors took at their peak, and ``framework`` is the context and
@@ -50,15 +61,23 @@ def memory_by_category(trainer: Trainer, peak: PeakBytes, resident_before_bytes:
         "optimizer": optimizer.state_bytes,
     }
     reserve_bytes = peak.reserved - peak.allocated
-    framework_bytes = context_bytes(device) + reserve_bytes if on_cuda else resident_before_bytes
-    live_bytes = peak.allocated if on_cuda else peak.allocated - resident_before_bytes
+    framework_bytes = context_bytes(device) + reserve_bytes if on_cuda else taken_before_bytes
+    live_bytes = peak.allocated if on_cuda else peak.allocated - taken_before_bytes
     activations_bytes = max(0.0, live_bytes - sum(state.values()))
     return {**state, "framework": framework_bytes, "activations": activations_bytes}
 
 
-def _notes(plan: Plan, run: RunConfig) -> tuple[str, ...]:
-    """What a reader must know of these figures. Sharding over one rank sends nothing."""
+def notes_on(plan: Plan, run: RunConfig, taken_before_bytes: float) -> tuple[str, ...]:
+    """What a reader must know of these figures. Sharding over one rank sends nothing.
+
+    ``taken_before_bytes``: of the GPU with most of it gone before the ranks met.
+    """
     notes = [_MEMORY_NOTE]
+    if taken_before_bytes > _OWN_BYTES:
+        notes.append(
+            f"framework counts what other processes have on a GPU: {format_bytes(taken_before_bytes)} of it were gone "
+            "before the run began"
+        )
     if run.separate_documents:
         notes.append("model FLOPs count sequences as whole, not their documents (separate_documents)")
     if plan.num_gpus > plan.tp * plan.pp:
@@ -103,7 +122,7 @@ def make_figures(
         time_s=_mean_times([rank.family_times for rank in ranks]),
         error_bar_frac=spread_frac(timed_s),
         provenance=_provenance(plan, run, device) | _device_provenance(record, device),
-        notes=_notes(plan, run),
+        notes=notes_on(plan, run, max(rank.taken_before_bytes for rank in ranks)),
         step_times_s=tuple(timed_s),
         losses=tuple(record.losses),
         validation_losses=tuple(record.validation_losses),

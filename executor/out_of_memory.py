@@ -22,12 +22,12 @@ def is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "not enough memory" in str(error)
 
 
-def out_of_memory(error: Exception, rank: int, trainer: Trainer, resident_before_bytes: float) -> OutOfMemoryError:
+def out_of_memory(error: Exception, rank: int, trainer: Trainer, taken_before_bytes: float) -> OutOfMemoryError:
     """The error of a rank whose ``trainer`` met ``error``: its peak by category, activations with what was asked for.
 
-    ``resident_before_bytes``: in use on a CPU before the model was built.
+    ``taken_before_bytes``: in use before the model was built.
     """
-    memory = memory_by_category(trainer, peak_device_bytes(trainer.device), resident_before_bytes)
+    memory = memory_by_category(trainer, peak_device_bytes(trainer.device), taken_before_bytes)
     memory["activations"] += _asked_bytes(str(error))
     parts = ", ".join(f"{category} {format_bytes(num_bytes)}" for category, num_bytes in memory.items())
     message = f"rank {rank} ran out of memory: it needed at least {format_bytes(sum(memory.values()))} ({parts})"
@@ -35,13 +35,13 @@ def out_of_memory(error: Exception, rank: int, trainer: Trainer, resident_before
 
 
 @contextmanager
-def memory_explained(rank: int, trainer: Trainer, resident_before_bytes: float) -> Iterator[None]:
+def memory_explained(rank: int, trainer: Trainer, taken_before_bytes: float) -> Iterator[None]:
     """Raise :func:`out_of_memory` for an error inside that says so."""
     try:
         yield
     except Exception as error:
         if is_out_of_memory(error):
-            raise out_of_memory(error, rank, trainer, resident_before_bytes) from error
+            raise out_of_memory(error, rank, trainer, taken_before_bytes) from error
         raise
 
 

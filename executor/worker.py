@@ -40,8 +40,8 @@ from moeplan.executor.failure import (
     write_process_id,
 )
 from moeplan.executor.kernel_tuning import tune
-from moeplan.executor.measure import reset_peak_resident, resident_bytes
-from moeplan.executor.measurement import make_figures, measure_rank
+from moeplan.executor.measure import reset_peak_resident
+from moeplan.executor.measurement import make_figures, measure_rank, taken_bytes
 from moeplan.executor.mesh import plan_mesh
 from moeplan.executor.out_of_memory import HINT, is_out_of_memory, memory_explained
 from moeplan.executor.start_check import check_start, num_restarts, settled
@@ -91,10 +91,12 @@ def run_rank(plan_path: Path, run_path: Path | None, out_path: Path) -> None:
     if run.deterministic:
         make_deterministic()
     device = _device(rank)
+    taken_before_bytes = taken_bytes(device)
     _start_processes(device)
     try:
         mesh = plan_mesh(plan, rank)
-        resident_before_bytes = resident_bytes()
+        if device.type == "cpu":  # with gloo's own; of a GPU it should say what other processes have
+            taken_before_bytes = taken_bytes(device)
         chosen = tune(plan, mesh, device, deterministic=run.deterministic)
         if rank == 0 and chosen:
             _report("kernels: " + ", ".join(f"{operation} by {backend}" for operation, backend in chosen.items()))
@@ -105,7 +107,7 @@ def run_rank(plan_path: Path, run_path: Path | None, out_path: Path) -> None:
             trainer.resume()
             _report_skipped(trainer, rank)
         if trainer.first_step < run.steps:
-            _train_measured(trainer, rank, resident_before_bytes, out_path)
+            _train_measured(trainer, rank, taken_before_bytes, out_path)
         if run.export_hf:
             export_trained(plan, mesh, trainer.model, trainer.optimizer, Path(run.export_hf))
             if run.init_from and rank == 0:
@@ -128,20 +130,20 @@ def _report_skipped(trainer: Trainer, rank: int) -> None:
         _report(f"{RESUME_PREFIX}goes on after step {trainer.first_step}, from the newest whole checkpoint")
 
 
-def _train_measured(trainer: Trainer, rank: int, resident_before_bytes: float, out_path: Path) -> None:
+def _train_measured(trainer: Trainer, rank: int, taken_before_bytes: float, out_path: Path) -> None:
     """All steps that are left; rank 0 writes the measurement."""
     _reset_peak(trainer.device)
-    record = _train(trainer, rank, resident_before_bytes)
-    ranks = gather_objects(measure_rank(trainer, record, resident_before_bytes), trainer.mesh.world)
+    record = _train(trainer, rank, taken_before_bytes)
+    ranks = gather_objects(measure_rank(trainer, record, taken_before_bytes), trainer.mesh.world)
     if rank == 0:
         figures = make_figures(trainer.plan, trainer.run, ranks, record, trainer.device)
         write_text_atomically(out_path, figures.model_dump_json(indent=2) + "\n")
 
 
-def _train(trainer: Trainer, rank: int, resident_before_bytes: float) -> TrainingRecord:
+def _train(trainer: Trainer, rank: int, taken_before_bytes: float) -> TrainingRecord:
     """All steps; rank 0 reports them, and writes the log where the run asks for one."""
     folder = trainer.run.log_folder
-    with _watchdog(trainer, rank), memory_explained(rank, trainer, resident_before_bytes):
+    with _watchdog(trainer, rank), memory_explained(rank, trainer, taken_before_bytes):
         if rank > 0 or not folder:
             return train(trainer, _report if rank == 0 else _ignore)
         log = StepLog(Path(folder), trainer.first_step, has_balance=trainer.run.log_balance)
