@@ -89,7 +89,7 @@ class Pipeline:
         """Made at the first step: by then the optimizer has given every parameter its main gradient."""
         entries = self.model.table.entries
         mains = [main for entry in entries if (main := main_grad_of(entry.parameter)) is not None]
-        return StepGraph(self._whole, mains, self._loss_P)
+        return StepGraph(self._whole, mains, self._loss_P, num_together=2 if self.plan.paired_wgrad else 1)
 
     def _whole(self, batch: MicroBatch) -> Tensor:
         """Forward and backward of one micro-batch where this rank holds the whole model; its losses [depths]."""

@@ -2,7 +2,8 @@
 
 On one GPU no shape depends on routing: the number of rows is that of tokens times experts a token, and their offsets
 stay on the device. Two graphs are captured, the first micro-batch of a step, which writes main gradients, and the
-others, which add to them. The optimizer stays outside: it waits for the norm in any case.
+others, which add to them; where two micro-batches add at once, a graph holds both. The optimizer stays outside: it
+waits for the norm in any case.
 
 Shapes: P prediction depths.
 """
@@ -42,9 +43,13 @@ class StepGraph:
 
     ``run`` does forward and backward of one micro-batch and returns its losses [P]. All of it happens on a stream of
     its own from the start, because autograd remembers the stream on which it first met a parameter.
+    ``num_together``: micro-batches of one graph, which divide those of a step; two where their gradients are added
+    at once.
     """
 
-    def __init__(self, run: RunMicroBatch, main_grads: Sequence[MainGrad], losses_P: Tensor) -> None:
+    def __init__(
+        self, run: RunMicroBatch, main_grads: Sequence[MainGrad], losses_P: Tensor, num_together: int = 1
+    ) -> None:
         if not losses_P.is_cuda:
             raise InvalidInputError(
                 "cuda_graph: got full_iteration on a CPU, allowed: on a GPU", "leave cuda_graph out of the plan"
@@ -53,7 +58,8 @@ class StepGraph:
         self._losses_P = torch.zeros_like(losses_P)
         self._stream = torch.cuda.Stream(losses_P.device)
         self._num_steps = 0
-        self._batch: MicroBatch | None = None
+        self._num_together = num_together
+        self._batches: list[MicroBatch] = []
         self._graphs: dict[bool, _Captured] = {}
 
     def step(self, micro_batch: Callable[[int], MicroBatch], num_micro_batches: int) -> Tensor:
@@ -62,42 +68,51 @@ class StepGraph:
         self._stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self._stream):
             self._losses_P.zero_()
-            for index in range(num_micro_batches):
-                self._one(micro_batch(index), is_first=index == 0)
+            for start in range(0, num_micro_batches, self._num_together):
+                batches = [micro_batch(start + index) for index in range(self._num_together)]
+                self._run_together(batches, is_first=start == 0)
             losses_P = self._losses_P.clone()
         torch.cuda.current_stream(device).wait_stream(self._stream)
         self._num_steps += 1
         return losses_P
 
-    def _one(self, batch: MicroBatch, *, is_first: bool) -> None:
+    def _run_together(self, batches: Sequence[MicroBatch], *, is_first: bool) -> None:
         if is_traced():
             self._graphs.clear()  # what runs without them needs their memory
         if self._num_steps < _EAGER_STEPS or is_traced():
-            self._losses_P += self._run(batch)
+            self._add_losses(batches)
             return
         if is_first not in self._graphs:
-            self._graphs[is_first] = self._capture(batch)
-        self._take(batch)
+            self._graphs[is_first] = self._capture(batches)
+        self._take(batches)
         self._graphs[is_first].replay()
 
-    def _capture(self, batch: MicroBatch) -> _Captured:
-        """The kernels of a micro-batch, without running them."""
-        if self._batch is None:
-            tokens, targets = (tuple(ids.clone() for ids in part) for part in (batch.tokens, batch.targets))
-            self._batch = MicroBatch(tokens, targets)
+    def _add_losses(self, batches: Sequence[MicroBatch]) -> None:
+        for batch in batches:
+            self._losses_P += self._run(batch)
+
+    def _capture(self, batches: Sequence[MicroBatch]) -> _Captured:
+        """The kernels of these micro-batches, without running them."""
+        if not self._batches:
+            self._batches = [_copy(batch) for batch in batches]
             torch.cuda.synchronize()
             torch.cuda.empty_cache()  # graphs have memory of their own: what eager steps took must not stay beside it
         before = {id(main) for main in self._main_grads if main.is_clear}
         graph = torch.cuda.CUDAGraph()
         pool = next((other.graph.pool() for other in self._graphs.values()), None)
         with torch.cuda.graph(graph, pool=pool, stream=self._stream):
-            self._losses_P += self._run(self._batch)
+            self._add_losses(self._batches)
         written = tuple(main for main in self._main_grads if id(main) in before and not main.is_clear)
         return _Captured(graph, written)
 
-    def _take(self, batch: MicroBatch) -> None:
+    def _take(self, batches: Sequence[MicroBatch]) -> None:
         """Bring the ids to where the graphs read them."""
-        assert self._batch is not None
-        for kept, new in ((self._batch.tokens, batch.tokens), (self._batch.targets, batch.targets)):
-            for target, source in zip(kept, new, strict=True):
-                target.copy_(source, non_blocking=True)
+        for kept, new in zip(self._batches, batches, strict=True):
+            for targets, sources in ((kept.tokens, new.tokens), (kept.targets, new.targets)):
+                for target, source in zip(targets, sources, strict=True):
+                    target.copy_(source, non_blocking=True)
+
+
+def _copy(batch: MicroBatch) -> MicroBatch:
+    tokens, targets = (tuple(ids.clone() for ids in part) for part in (batch.tokens, batch.targets))
+    return MicroBatch(tokens, targets)

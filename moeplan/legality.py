@@ -198,9 +198,10 @@ def _pair_violations(model: ModelSpec, point: Point) -> Iterator[tuple[str, str]
         yield key, f"needs two micro-batches a step and rank, got {point.num_micro_batches}"
     if point.sharding == "full":
         yield key, "excludes sharding full, whose gradients leave with every micro-batch"
-    for other in ("echo_slots", "cuda_graph"):
-        if getattr(point, other):
-            yield key, f"excludes {other}"
+    if point.echo_slots:
+        yield key, "excludes echo_slots"
+    if "full_iteration" in point.cuda_graph and point.num_micro_batches % 2:
+        yield key, f"in a graph of two micro-batches needs an even number of them, got {point.num_micro_batches}"
 
 
 def _echo_violations(model: ModelSpec, point: Point) -> Iterator[tuple[str, str]]:

@@ -72,7 +72,6 @@ def test_rows_go_while_their_tokens_wait() -> None:
 def test_what_it_does_not_go_with() -> None:
     for changes, match in (
         ({"sharding": "full"}, "excludes sharding full"),
-        ({"cuda_graph": ("full_iteration",)}, "excludes cuda_graph"),
         ({"global_batch_size": 1}, "two micro-batches"),
     ):
         with pytest.raises(ValueError, match=match):

@@ -37,6 +37,8 @@ def test_what_a_graph_cannot_hold_is_named() -> None:
         check_supported(PLAN.replace(model=odd))
     with pytest.raises(ValueError, match="graphs of whole MoE layers need routing drop or"):  # and padded to capacity
         check_supported(tiny_plan(UNPADDED, 1, precision="bf16", cuda_graph=("full_iteration",), routing="drop"))
+    with pytest.raises(ValueError, match="paired_wgrad: in a graph of two micro-batches needs an even number of them"):
+        PLAN.replace(mbs=1, global_batch_size=3, paired_wgrad=("expert_fc1",))
     with pytest.raises(InvalidInputError, match=r"^force_balance: got True with cuda_graph full_iteration"):
         check_graph(PLAN, RunConfig(force_balance=True))
 
@@ -47,15 +49,17 @@ def test_a_cpu_has_no_graphs() -> None:
 
 
 @pytest.mark.gpu
-def test_steps_are_those_without_graphs() -> None:
+@pytest.mark.parametrize("paired", [(), ("expert_fc1", "expert_fc2")], ids=["alone", "paired"])
+def test_steps_are_those_without_graphs(paired: tuple[str, ...]) -> None:
     device, losses = torch.device("cuda", 0), []
-    for plan in (PLAN, PLAN.replace(cuda_graph=())):
+    graphed = PLAN.replace(paired_wgrad=paired)
+    for plan in (graphed, graphed.replace(cuda_graph=())):
         run = RunConfig(lr=1e-3)
         trainer = Trainer(plan, run, build_mesh(plan.folding, 0), open_tokens(plan, run), device)
         results = [trainer.step(number) for number in range(6)]
         losses.append([(one.loss, one.grad_norm) for one in results])
-    for graphed, eager in zip(*losses, strict=True):
-        assert graphed == pytest.approx(eager, rel=1e-3)  # sums of gradients of the embedding come in any order
+    for found, eager in zip(*losses, strict=True):
+        assert found == pytest.approx(eager, rel=1e-3)  # sums of gradients of the embedding come in any order
     assert losses[0][-1][0] < losses[0][0][0]
 
 
