@@ -159,7 +159,7 @@ def _assembled(
         sender = part.sender(owner)
         values = own[part.weight][part.box] if mesh.rank == sender else None
         if sender != owner and values is not None:
-            dist.send(values.contiguous(), owner)
+            dist.send(values.to(device).contiguous(), owner)  # main weights may be on the host; NCCL sends from a GPU
         if tensor is None:
             continue
         if values is None:
