@@ -22,7 +22,10 @@ from moeplan.kernels.triton_launch import compute_dtype, num_processors
 
 MAX_WIDTH = 8192  # of a row that a program holds at once; beyond it registers spill
 _ELEMENTS_A_PROGRAM = 2048  # at least: narrow rows, such as those of heads, go several at a time
-_PROGRAMS_A_PROCESSOR = 8
+# Backward: 16 elements a thread take at most 96 registers, so that a Hopper multiprocessor runs 20 warps at once. More
+# programs than fit would run after the others, with most of the multiprocessor idle.
+_ELEMENTS_A_WARP = 512
+_WARPS_A_PROCESSOR = 20
 
 
 @triton.jit
@@ -128,12 +131,15 @@ class _RmsNorm(torch.autograd.Function):
         grad_H, width, num_rows = grad_H.contiguous(), sum_H.shape[-1], len(inverse_rms_R)
         grad_x_H = torch.empty_like(sum_H)
         rows, block = _tile(width)
-        num_programs = min(triton.cdiv(num_rows, rows), _PROGRAMS_A_PROCESSOR * num_processors(sum_H.device))
+        num_warps = rows * block // _ELEMENTS_A_WARP
+        most = _WARPS_A_PROCESSOR // num_warps * num_processors(sum_H.device)
+        num_programs = min(triton.cdiv(num_rows, rows), most)
         grad_weight_PH = torch.empty((num_programs, width), dtype=inverse_rms_R.dtype, device=sum_H.device)
         if num_programs:
             _norm_backward[num_programs,](
                 grad_H, grad_H if grad_sum_H is None else grad_sum_H.contiguous(), sum_H, weight_H, inverse_rms_R,
                 grad_x_H, grad_weight_PH, num_rows, width, grad_sum_H is not None, compute_dtype(sum_H), rows, block,
+                num_warps=num_warps,
             )  # fmt: skip
         grad_weight_H = grad_weight_PH.sum(0).to(weight_H.dtype)
         return grad_x_H, grad_x_H if ctx.has_update else None, grad_weight_H, None

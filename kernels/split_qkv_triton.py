@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from moeplan.kernels.triton_launch import compute_dtype, num_processors
 
 _ELEMENTS_A_PROGRAM = 2048
-_PROGRAMS_A_PROCESSOR = 8
+_PROGRAMS_A_PROCESSOR = 7  # what a Hopper multiprocessor runs at once: 72 registers a thread, of 4 warps each
 
 
 @triton.jit

@@ -55,9 +55,12 @@ DEEPSEEK = {
     "BLOCK_E": 256,
 }
 NORM = [
-    {name: flag, "DTYPE": tl.float32, "ROWS": rows, "BLOCK": block}
-    for name in ("HAS_UPDATE", "HAS_SUM")
-    for rows, block, flag in ((1, 4096, True), (16, 128, False))
+    {"HAS_UPDATE": rows == 1, "DTYPE": tl.float32, "ROWS": rows, "BLOCK": block}
+    for rows, block in ((1, 4096), (16, 128))
+]
+NORM_BACKWARD = [
+    {"HAS_SUM": rows == 1, "DTYPE": tl.float32, "ROWS": rows, "BLOCK": block, "num_warps": warps}
+    for rows, block, warps in ((1, 8192, 16), (1, 2048, 4), (16, 128, 4))
 ]
 QKV = {"DTYPE": tl.float32, "ROWS": 16, "BLOCK_H": 64}
 CAUSAL_CONV = [
@@ -178,8 +181,8 @@ KERNELS = (
         "*bf16 *bf16 *bf16 *bf16 *bf16 *bf16 *fp32 i32 i32 i32 i32 i32 i32 fp32",
         GATED_NORM,
     ),
-    (norm_triton._norm, "*bf16 *bf16 *bf16 *bf16 *bf16 *fp32 i32 i32 fp32", NORM[:2]),
-    (norm_triton._norm_backward, "*bf16 *bf16 *bf16 *bf16 *fp32 *bf16 *fp32 i32 i32", NORM[2:]),
+    (norm_triton._norm, "*bf16 *bf16 *bf16 *bf16 *bf16 *fp32 i32 i32 fp32", NORM),
+    (norm_triton._norm_backward, "*bf16 *bf16 *bf16 *bf16 *fp32 *bf16 *fp32 i32 i32", NORM_BACKWARD),
     (padded_rows_triton._tiles, "*i32 *i32 *i32 *i32 *i32 i32 i32", [{"TILE": 128, "BLOCK_E": 128, "BLOCK_N": 32}]),
     (permute_triton._spread, "*bf16 *i32 *bf16 i32", [{"K": 8, "BLOCK": 2048}]),
     (permute_triton._copy, "*bf16 *i32 *bf16 i32 i32", [{"BLOCK": 1024}]),
