@@ -17,7 +17,7 @@ from torch.nn import functional as Fn
 from moeplan.executor.kernel_tuning import LARGE_EXPERT_ROWS
 from moeplan.kernels import activation, adam, cross_entropy, grouped_gemm, grouped_weight_grad, permute, split_qkv
 from moeplan.kernels.main_grad import MainGrad
-from moeplan.kernels.norm import rms_norm
+from moeplan.kernels.norm import residual_rms_norm, rms_norm
 from moeplan.kernels.rotary import rotary_tables
 from moeplan.kernels.router import RouterOptions, Routing, route, route_reference
 from moeplan.kernels.row_map import RowMap, row_map
@@ -155,6 +155,19 @@ def _weights(routing: Routing) -> list[Tensor]:
     return [routing.probs_TK, routing.share_TE]
 
 
+def _residual_case(T: int, H: int, device: torch.device) -> Case:
+    """A sum of the residual stream, its norm, and the gradients of both."""
+    inputs = [_normal(device, T, H, grad=True), _normal(device, T, H, grad=True), _normal(device, H, grad=True)]
+
+    def apart(x: Tensor, update: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        total = x + update
+        return total, rms_norm(total, weight, 1e-6)
+
+    fused = _both_ways(lambda x, update, weight: residual_rms_norm(x, update, weight, 1e-6), inputs)
+    return Case("residual sum and norm", f"{T} x {H}", {"one": fused, "apart": _both_ways(apart, inputs)}, 0,
+                BF16 * 8 * T * H)  # fmt: skip
+
+
 def _token_cases(plan: Plan, device: torch.device) -> Iterator[Case]:
     """What tokens meet outside the experts."""
     T, H, V, attention = plan.tokens_per_rank, plan.model.hidden_size, plan.model.vocab_size, plan.model.attention
@@ -165,6 +178,7 @@ def _token_cases(plan: Plan, device: torch.device) -> Iterator[Case]:
     }
     runs = {name: _both_ways(norm, [x, weight]) for name, norm in norms.items()}
     yield Case("norm", f"{T} x {H}", runs, 0, BF16 * 5 * T * H)
+    yield _residual_case(T, H, device)
     if isinstance(attention, GqaAttention):
         yield from _qkv_cases(plan, attention, device)
     logits, target = _normal(device, T, V), torch.randint(V, (T,), device=device)
