@@ -31,6 +31,9 @@ from moeplan.vocabulary import ExpertMatrix
 
 FOLDER_VARIABLE = "MOEPLAN_CACHE"
 LARGE_EXPERT_ROWS = 256  # below it one launch an expert costs more than its products: never a candidate
+# Of the GPU, an expert's product: less leaves the host, which launches all else too and waits for offsets in each
+# layer, no time to stay ahead. By expert, h200-deepseek (64 experts, 40 and 80 us each) had steps of 1134 to 1253 ms.
+LEAST_PRODUCT_S = 200e-6
 _BACK_ENDS: Mapping[str, Collection[str]] = {
     grouped_gemm.OPERATION: grouped_gemm.BACKENDS,
     grouped_weight_grad.OPERATION: grouped_weight_grad.BACKENDS,
@@ -76,12 +79,19 @@ def tune(plan: Plan, mesh: Mesh, device: torch.device, *, deterministic: bool = 
                 write_text_atomically(path, json.dumps(known, indent=2, sort_keys=True) + "\n")
         for operation, times_s in known[key].items():
             # "by_expert" asks the device where experts begin: a graph cannot, and overlapped work would wait with it.
-            barred = {"by_expert"} if plan.cuda_graph or plan.ep_overlap else set()
+            is_barred = plan.cuda_graph or plan.ep_overlap or _is_launch_bound(times_s, operation, shape)
+            barred = {"by_expert"} if is_barred else set()
             allowed = [name for name in times_s if name in _BACK_ENDS.get(operation, ()) and name not in barred]
             if allowed:  # another version may have left other names
                 choose(operation, shape, min(allowed, key=lambda name: times_s[name]))
     torch.cuda.empty_cache()
     return choices()
+
+
+def _is_launch_bound(times_s: Mapping[str, float], operation: str, shape: Shape) -> bool:
+    """Whether one launch an expert leaves the host too little time; both products that autograd takes are timed."""
+    num_products = shape[0] * (2 if operation == grouped_gemm.OPERATION else 1)
+    return times_s.get("by_expert", 0.0) < LEAST_PRODUCT_S * num_products
 
 
 def _read(path: Path) -> dict[str, dict[str, dict[str, float]]]:
@@ -95,7 +105,7 @@ def _read(path: Path) -> dict[str, dict[str, dict[str, float]]]:
 
 def _key(shape: Shape, num_rows: int, device: torch.device, *, is_paired: bool) -> str:
     where = f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
-    what = f"{'x'.join(map(str, shape))}, {num_rows} rows, bf16 into fp32{' of pairs' if is_paired else ''}"
+    what = f"{'x'.join(map(str, shape))}, {num_rows} rows, bf16 into fp32{' of two micro-batches' if is_paired else ''}"
     return f"{where}, {what}, in rounds under load"
 
 
@@ -113,7 +123,9 @@ def _measure(shape: Shape, num_rows: int, device: torch.device, *, is_paired: bo
     products = {name: _product(name, x_RH, weight_EHF, offsets_E, grad_RF) for name in names}
     if triton_takes(main.total, x_RH):
         names += TRITON
-    parts = (Operands(x_RH.detach(), grad_RF, offsets_E),) * (1 + is_paired)
+    parts = [Operands(x_RH.detach(), grad_RF, offsets_E)]
+    if is_paired:  # in memory of their own: the same again would come from L2
+        parts.append(Operands(x_RH.detach().clone(), grad_RF.clone(), offsets_E))
     additions = {name: partial(add_parts_, main, parts, backend=name) for name in names}
     return {grouped_gemm.OPERATION: under_load(products), grouped_weight_grad.OPERATION: under_load(additions)}
 

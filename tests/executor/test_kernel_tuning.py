@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moeplan.executor import kernel_tuning
-from moeplan.executor.kernel_tuning import FOLDER_VARIABLE, cache_path, expert_shapes, tune
+from moeplan.executor.kernel_tuning import FOLDER_VARIABLE, LEAST_PRODUCT_S, cache_path, expert_shapes, tune
 from moeplan.executor.mesh import build_mesh
 from moeplan.kernels.back_end_choice import choices, forget
 from tests.executor.cases import GQA_MODEL, tiny_plan
@@ -67,6 +67,18 @@ def test_what_waits_for_the_device_is_not_chosen_for_a_graph(monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
     plan = PLAN.replace(cuda_graph=("full_iteration",))
     assert set(tune(plan, build_mesh(plan.folding, 0), torch.device("cuda", 0)).values()) == {"torch"}
+
+
+@pytest.mark.parametrize("frac, chosen", [(0.9, "torch"), (1.1, "by_expert")])
+def test_one_launch_an_expert_needs_long_products(frac: float, chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPU's time by expert leaves out what the host does beside it, so it must be well above a launch each."""
+    first = expert_shapes(PLAN, build_mesh(PLAN.folding, 0))[0]
+    by_expert_s = frac * LEAST_PRODUCT_S * 2 * first[0]
+    times_s = {"grouped_gemm": {"torch": 2 * by_expert_s, "by_expert": by_expert_s}}
+    monkeypatch.setattr(kernel_tuning, "_measure", lambda *_, **__: times_s)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
+    found = tune(PLAN, build_mesh(PLAN.folding, 0), torch.device("cuda", 0))
+    assert found["grouped_gemm " + "x".join(map(str, first))] == chosen
 
 
 @pytest.mark.parametrize("content", ["{", "[]"])
