@@ -14,6 +14,7 @@ from moeplan.executor.collectives import all_gather_raw, reduce_scatter_raw, sca
 from moeplan.executor.mesh import Group
 from moeplan.executor.quantized import quantized_linear, quantized_of
 from moeplan.executor.scopes import scope
+from moeplan.kernels.embedding import add_rows_
 from moeplan.kernels.main_grad import MainGrad, main_grad_of
 from moeplan.kernels.weight_grad import add_weight_grad_
 from moeplan.kernels.weight_grad_queue import now_or_later
@@ -101,12 +102,43 @@ def local_linear(x_LI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) 
         return cast("Tensor", _Linear.apply(x_LI, weight_OI, bias_O))
 
 
+class _LookUp(Function):
+    """Rows of a weight that has a main gradient; zeros, with no gradient, where the row is -1."""
+
+    @staticmethod
+    def forward(ctx: Any, row_T: Tensor, weight_VH: Tensor, main: MainGrad, has_gaps: bool) -> Tensor:  # noqa: FBT001 - autograd passes by position
+        ctx.main_grad = main
+        ctx.save_for_backward(row_T)
+        if not has_gaps:
+            return F.embedding(row_T, weight_VH)
+        return F.embedding(row_T.clamp(min=0), weight_VH).mul_((row_T >= 0)[:, None])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (row_T,) = ctx.saved_tensors
+        with scope("elementwise"):
+            add_rows_(ctx.main_grad, grads[0], row_T)
+        return None, None, None, None
+
+
 def embed(tokens_T: Tensor, weight_VH: Tensor, first_token: int, group: Group) -> Tensor:
-    """x_LH: embeddings of this rank's tokens, looked up where the rows are and summed over the group."""
+    """x_LH: embeddings of this rank's tokens, looked up where the rows are and summed over the group.
+
+    On CUDA the gradient of the weight goes to its main gradient row by row, where it has one.
+    """
+    main = main_grad_of(weight_VH) if weight_VH.is_cuda else None
     with scope("elementwise"):
         if group.size == 1:
-            return F.embedding(tokens_T, weight_VH)
+            return F.embedding(tokens_T, weight_VH) if main is None else look_up(tokens_T, weight_VH, main)
         local_T = tokens_T - first_token
         is_here_T = (local_T >= 0) & (local_T < weight_VH.shape[0])
-        partial_TH = F.embedding(torch.where(is_here_T, local_T, 0), weight_VH) * is_here_T[:, None]
+        if main is None:
+            partial_TH = F.embedding(torch.where(is_here_T, local_T, 0), weight_VH) * is_here_T[:, None]
+        else:
+            partial_TH = look_up(torch.where(is_here_T, local_T, -1), weight_VH, main, has_gaps=True)
     return scatter_rows(partial_TH, group)
+
+
+def look_up(row_T: Tensor, weight_VH: Tensor, main: MainGrad, *, has_gaps: bool = False) -> Tensor:
+    """x_TH: rows of the weight, whose gradient backward adds to ``main``; under ``has_gaps`` zeros for each row -1."""
+    return cast("Tensor", _LookUp.apply(row_T, weight_VH, main, has_gaps))

@@ -18,6 +18,7 @@ from moeplan.kernels import (
     causal_conv_triton,
     cross_entropy_triton,
     delta_scan_triton,
+    embedding_triton,
     gated_norm_triton,
     grouped_gemm_fp8_triton,
     grouped_weight_grad_triton,
@@ -70,6 +71,7 @@ GATED_NORM = [
     {"GATE_FIRST": gate_first, "DTYPE": tl.float32, "ROWS": rows, "BLOCK": block}
     for gate_first, rows, block in ((False, 16, 128), (True, 4, 512))
 ]
+EMBEDDING = {"ROWS": embedding_triton.ROWS, "DTYPE": tl.float32, "BLOCK": 1024}
 DELTA_SCAN = [{"BLOCK_C": 64, "BLOCK_D": width, "BLOCK_E": 32, "num_stages": 2, "num_warps": 8} for width in (64, 128)]
 WEIGHT_GRAD = [
     {
@@ -128,6 +130,8 @@ KERNELS = (
         "*fp32 *fp32 *fp32 *fp32 *fp32 *fp32 *fp32 *fp32 i32 i32 i32 i32 i32",
         DELTA_SCAN,
     ),
+    (embedding_triton._sum_chunks, "*fp32 *bf16 *i32 *i64 *fp32 *fp32 i32 i32", [EMBEDDING]),
+    (embedding_triton._join_chunks, "*fp32 *i32 *fp32 *fp32 i32 i32", [EMBEDDING]),
     (
         grouped_gemm_fp8_triton._rows,
         "tensordesc<fp8e5[128,128]> tensordesc<fp8e4nv[256,128]> *bf16 *i32 *i32 *i32 *fp32 *fp32 i32 i32 i32",

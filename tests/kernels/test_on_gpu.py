@@ -9,6 +9,7 @@ from typing import get_args
 import pytest
 import torch
 
+from moeplan.executor.linear import look_up
 from moeplan.kernels import activation_reference, permute_reference
 from moeplan.kernels.accumulate import accumulate_
 from moeplan.kernels.activation import ActivationKind, activation
@@ -18,6 +19,7 @@ from moeplan.kernels.delta_rule import gated_delta_rule
 from moeplan.kernels.delta_rule_reference import DeltaTokens
 from moeplan.kernels.gated_norm import gated_norm
 from moeplan.kernels.grouped_gemm import grouped_gemm
+from moeplan.kernels.main_grad import MainGrad
 from moeplan.kernels.norm import residual_rms_norm, rms_norm_reference
 from moeplan.kernels.padded_rows import padded_rows
 from moeplan.kernels.permute import permute, unpermute
@@ -151,6 +153,21 @@ def test_accumulation_over_two_dtypes() -> None:
     total_N, part_N = torch.randn(100_003, device="cuda"), _normal(100_003).detach()
     expected = total_N + part_N
     torch.testing.assert_close(accumulate_(total_N, part_N), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("num_ids, width", [(1, 2048), (256, 2048), (32768, 7168), (300, 1030)])
+def test_embedding_gradients_are_added_to_the_main_gradient(num_ids: int, width: int) -> None:
+    weight_VH = _normal(32768, width)
+    row_T = torch.randint(num_ids, (4099,), device="cuda")
+    row_T[::7] = -1
+    main = MainGrad(torch.full((32768, width), torch.nan, device="cuda"))
+    expected_VH = torch.zeros(32768, width, device="cuda", dtype=torch.float64)
+    for _ in range(2):  # a total that is clear, and one that is not
+        direction_TH = _normal(4099, width).detach()
+        look_up(row_T, weight_VH, main, has_gaps=True).backward(direction_TH)
+        expected_VH.index_add_(0, row_T[row_T >= 0], direction_TH[row_T >= 0].double())
+    assert weight_VH.grad is None
+    assert float((main.total - expected_VH).norm() / expected_VH.norm()) < 1e-5  # sums in fp32
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton", "fla"])
