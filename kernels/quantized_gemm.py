@@ -64,7 +64,7 @@ class QuantizedGemm(Protocol):
     ) -> Tensor:
         """y_RA in bf16: rows times the weight [E, A, B] of their expert, summed over B.
 
-        ``is_gradient``: of an input, summed as exactly as a weight's, where the GPU has a faster way for others.
+        ``is_gradient``: of an input; where it has many products it is summed as exactly as a weight's.
         """
         ...
 

@@ -1,8 +1,8 @@
 """Quantized GEMMs by Triton: FP8 with a scale a tensor or a block of 128, on Hopper or later.
 
 One expert with one scale a tensor goes to cuBLAS, forward and for input gradients: 1360 TFLOP/s of 1290 (one H200).
-With one scale a tensor Hopper sums outputs in its tensor cores' 14 bits and gradients in two levels, as Transformer
-Engine does by default. Blackwell's tensor cores keep fp32, so nothing is split there.
+With one scale a tensor Hopper sums in its tensor cores' 14 bits, but in two levels gradients of many products, and in
+cuBLAS every input gradient, as Transformer Engine does by default. Blackwell's keep fp32: nothing is split there.
 
 Shapes: R rows sorted by expert, P padded rows, C columns, E experts, A and B sides of a weight, M and N of a gradient.
 """
@@ -17,6 +17,10 @@ from moeplan.kernels.quantized_gemm import Pair, Stored
 from moeplan.kernels.recipes import Recipe
 
 amax = quantize_triton.amax
+
+# Most products of a gradient that are summed in 14 bits alone: of 6144 that loses 1.5e-3 of its norm, rounding the
+# operands to FP8 5.8e-2; with a mean of half the deviation in both 1.0e-2 and 5.0e-3 (tests/kernels/hopper_sums.py).
+MAX_PRODUCTS_OF_ONE_LEVEL = 6144
 
 
 def quantize_rows(
@@ -49,14 +53,14 @@ def weight_scales(amax: Tensor, shape: tuple[int, ...], recipe: Recipe) -> tuple
 def multiply(x: Stored, weight: Stored, rows: PaddedRows, recipe: Recipe, *, is_gradient: bool = False) -> Tensor:
     """See :class:`moeplan.kernels.quantized_gemm.QuantizedGemm`."""
     (x_PB, scale_x, _), (weight_EAB, scale_E, _) = x, weight
-    blockwise, sums_short = recipe.scaling.block is not None, _sums_short(x_PB)
+    blockwise = recipe.scaling.block is not None
     if len(weight_EAB) == 1 and not blockwise and x_PB.is_cuda and rows.num_rows:
         y_PA = torch._scaled_mm(  # noqa: SLF001 - torch has no public name for it
             x_PB, weight_EAB[0].t(), scale_x, scale_E[0], out_dtype=torch.bfloat16,
-            use_fast_accum=sums_short and not is_gradient,
+            use_fast_accum=_sums_short(x_PB) and not is_gradient,
         )  # fmt: skip
         return y_PA[: rows.num_rows]
-    split = sums_short and is_gradient and not blockwise
+    split = is_gradient and not blockwise and _needs_two_levels(x_PB, x_PB.shape[1])
     return grouped_gemm_fp8_triton.rows_gemm(x_PB, scale_x, weight_EAB, scale_E, rows, blockwise=blockwise, split=split)
 
 
@@ -64,10 +68,15 @@ def gradient_(total_EMN: Tensor, a: Stored, b: Stored, rows: PaddedRows, recipe:
     """See :class:`moeplan.kernels.quantized_gemm.QuantizedGemm`."""
     (a_MP, scale_a, _), (b_NP, scale_b, _) = a, b
     blockwise = recipe.scaling.block is not None
-    split = _sums_short(a_MP) and not blockwise
+    # On average: how many rows an expert has is known to the device alone.
+    split = not blockwise and _needs_two_levels(a_MP, rows.num_rows / len(total_EMN))
     grouped_gemm_fp8_triton.gradient_gemm_(
         total_EMN, a_MP, scale_a, b_NP, scale_b, rows, add=add, blockwise=blockwise, split=split
     )
+
+
+def _needs_two_levels(x: Tensor, num_products: float) -> bool:
+    return _sums_short(x) and num_products > MAX_PRODUCTS_OF_ONE_LEVEL
 
 
 def _sums_short(x: Tensor) -> bool:

@@ -1,11 +1,12 @@
-"""That gradients in FP8 are summed in two levels: 14 bits inside 128 products, fp32 between.
+"""That long gradients in FP8 are summed in two levels: 14 bits inside 128 products, fp32 between.
 
-Tensor cores are emulated, on factors whose mean is half their deviation, as activations may have it: sums that stay in
-14 bits then lose what is small beside them.
+Tensor cores are emulated, mostly on factors whose mean is half their deviation, as activations may have it: sums that
+stay in 14 bits then lose what is small beside them.
 """
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,12 +14,13 @@ from torch import Tensor
 
 from moeplan.kernels import grouped_gemm_fp8_triton
 from moeplan.kernels import quantized_gemm_triton as backend
-from moeplan.kernels.padded_rows import dense_rows
+from moeplan.kernels.padded_rows import dense_rows, padded_rows
 from moeplan.kernels.quantized_gemm import Stored
 from moeplan.kernels.recipes import RECIPES
 from tests.kernels.hopper_sums import add_products, hopper_dots, matmul
 
 RECIPE = RECIPES["fp8_current"]
+LIMIT = backend.MAX_PRODUCTS_OF_ONE_LEVEL
 
 
 def test_an_addend_beyond_14_bits_is_cut_off() -> None:
@@ -28,10 +30,15 @@ def test_an_addend_beyond_14_bits_is_cut_off() -> None:
     assert add_products(torch.full((1, 1), -(2.0**14)), 3 * one, one.t()).item() == -(2.0**14) + 2 * 32
 
 
-def _operand(rows: int, cols: int, dtype: torch.dtype) -> Tensor:
+def _values(rows: int, cols: int, dtype: torch.dtype, mean: float = 0.5) -> Tensor:
+    """Numbers whose largest is the largest of ``dtype``, not rounded yet."""
     generator = torch.Generator().manual_seed(int(torch.finfo(dtype).max))
-    values = torch.randn(rows, cols, generator=generator) + 0.5
-    return (values * torch.finfo(dtype).max / values.abs().amax()).to(dtype)
+    values = torch.randn(rows, cols, generator=generator) + mean
+    return values * torch.finfo(dtype).max / values.abs().amax()
+
+
+def _operand(rows: int, cols: int, dtype: torch.dtype) -> Tensor:
+    return _values(rows, cols, dtype).to(dtype)
 
 
 def _relative(got: Tensor, expected: Tensor) -> float:
@@ -44,6 +51,57 @@ def test_two_levels_lose_a_hundredth_of_one() -> None:
     one, two = (_relative(matmul(a_MK, b_NK.t(), every), exact) for every in (None, 128))
     assert one > 5e-3
     assert two < 5e-5
+
+
+@pytest.mark.parametrize("mean, error, rounding", [(0.0, 1.5e-3, 5.8e-2), (0.5, 1.0e-2, 5.0e-3)])
+def test_one_level_up_to_the_limit_loses_what_is_said_there(mean: float, error: float, rounding: float) -> None:
+    dtypes = torch.float8_e4m3fn, torch.float8_e5m2
+    values = [_values(24, LIMIT, dtype, mean).double() for dtype in dtypes]
+    a_MK, b_NK = (one.to(dtype).double() for one, dtype in zip(values, dtypes, strict=True))
+    exact = a_MK @ b_NK.t()
+    assert _relative(matmul(a_MK, b_NK.t(), None), exact) == pytest.approx(error, rel=0.15)
+    assert _relative(exact, values[0] @ values[1].t()) == pytest.approx(rounding, rel=0.15)
+
+
+class _Splits(list[bool]):
+    """Whether each GEMM was to be summed in two levels."""
+
+    def record(self, *_args: Any, split: bool, **_options: Any) -> None:
+        self.append(split)
+
+
+# Experts, their rows, width of tokens and of one expert (twice in the first matrix): whether the input gradients of
+# both matrices and the weight gradients are summed in two levels.
+SHAPES = {
+    "h200-coarse": ((8, 32768, 4096, 14336), (True, False, False)),
+    "h200-deepseek": ((64, 131072, 4096, 1536), (False, False, False)),
+    "at the limit": ((2, 2 * LIMIT, LIMIT, LIMIT // 2), (False, False, False)),
+    "beyond it": ((2, 2 * LIMIT + 1, LIMIT + 128, LIMIT // 2 + 64), (True, True, True)),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_only_gradients_of_many_products_are_summed_in_two_levels(monkeypatch: pytest.MonkeyPatch, shape: str) -> None:
+    (num_experts, num_rows, hidden, width), expected = SHAPES[shape]
+    splits = _Splits()
+    monkeypatch.setattr(grouped_gemm_fp8_triton, "rows_gemm", splits.record)
+    monkeypatch.setattr(grouped_gemm_fp8_triton, "gradient_gemm_", splits.record)
+    rows = padded_rows(torch.arange(1, num_experts + 1, dtype=torch.int32) * (num_rows // num_experts), num_rows)
+
+    def stored(*shape: int) -> Stored:
+        return torch.empty(shape, device="meta"), torch.ones(()), None
+
+    for is_gradient in (True, False):
+        for summed, other in ((2 * width, hidden), (hidden, width)):
+            x, weight = stored(rows.num_padded, summed), stored(num_experts, other, summed)
+            backend.multiply(x, weight, rows, RECIPE, is_gradient=is_gradient)
+            backend.multiply(x, weight, rows, RECIPES["fp8_blockwise"], is_gradient=is_gradient)
+    total_EMN = torch.empty(num_experts, hidden, width, device="meta")
+    backend.gradient_(
+        total_EMN, stored(hidden, rows.num_padded), stored(width, rows.num_padded), rows, RECIPE, add=True
+    )
+    first, second, weights = expected
+    assert splits == [first, False, second, False] + 4 * [False] + [weights]
 
 
 @pytest.fixture
@@ -64,21 +122,27 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="compiled for 
 
 
 @pytest.mark.usefixtures("narrow_tiles")
-def test_outputs_are_summed_in_one_level_and_their_gradients_in_two() -> None:
-    x_PK, weight_NK = _operand(128, 8192, torch.float8_e5m2), _operand(16, 8192, torch.float8_e4m3fn)
+@pytest.mark.parametrize(
+    "num_products, is_gradient, every",
+    [(LIMIT + 128, False, None), (LIMIT, True, None), (LIMIT + 128, True, 128)],
+)
+def test_outputs_and_short_gradients_are_summed_in_one_level_and_long_ones_in_two(
+    num_products: int, is_gradient: bool, every: int | None
+) -> None:
+    x_PK, weight_NK = _operand(128, num_products, torch.float8_e5m2), _operand(16, num_products, torch.float8_e4m3fn)
     rows, weight = dense_rows(128, x_PK.device), _stored(weight_NK[None])
-    for is_gradient, every in ((False, None), (True, 128)):
-        y_RN = backend.multiply(_stored(x_PK), weight, rows, RECIPE, is_gradient=is_gradient)
-        expected = matmul(x_PK.float(), weight_NK.float().t(), every)
-        assert _relative(y_RN, expected) < 2**-8  # bf16, cut by the interpreter
-        exact = x_PK.double() @ weight_NK.double().t()
-        assert _relative(expected, exact) > 1e-2 or is_gradient
+    y_RN = backend.multiply(_stored(x_PK), weight, rows, RECIPE, is_gradient=is_gradient)
+    one, two = (matmul(x_PK.float(), weight_NK.float().t(), width) for width in (None, 128))
+    expected, other = (one, two) if every is None else (two, one)
+    assert _relative(y_RN, expected) < 2**-8  # bf16, cut by the interpreter
+    assert _relative(y_RN, other) > 1.5 * 2**-8
 
 
 @pytest.mark.usefixtures("narrow_tiles")
 @pytest.mark.parametrize("add", [False, True])
-def test_weight_gradients_are_summed_in_two_levels(add: bool) -> None:
-    a_MP, b_NP = _operand(128, 1024, torch.float8_e4m3fn), _operand(16, 1024, torch.float8_e5m2)
+@pytest.mark.parametrize("num_rows, every", [(LIMIT, None), (LIMIT + 128, 128)])
+def test_weight_gradients_over_many_rows_are_summed_in_two_levels(add: bool, num_rows: int, every: int | None) -> None:
+    a_MP, b_NP = _operand(128, num_rows, torch.float8_e4m3fn), _operand(16, num_rows, torch.float8_e5m2)
     total_EMN = torch.zeros(1, 128, 16)
-    backend.gradient_(total_EMN, _stored(a_MP), _stored(b_NP), dense_rows(1024, a_MP.device), RECIPE, add=add)
-    torch.testing.assert_close(total_EMN[0], matmul(a_MP.float(), b_NP.float().t(), 128), rtol=1e-6, atol=0)
+    backend.gradient_(total_EMN, _stored(a_MP), _stored(b_NP), dense_rows(num_rows, a_MP.device), RECIPE, add=add)
+    torch.testing.assert_close(total_EMN[0], matmul(a_MP.float(), b_NP.float().t(), every), rtol=1e-6, atol=0)
