@@ -1,8 +1,8 @@
 """Quantized GEMMs by Triton: FP8 with a scale a tensor or a block of 128, on Hopper or later.
 
 One expert with one scale a tensor goes to cuBLAS, forward and for input gradients: 1360 TFLOP/s of 1290 (one H200).
-With one scale a tensor Hopper sums in its tensor cores' 14 bits, but in two levels gradients of many products, and in
-cuBLAS every input gradient, as Transformer Engine does by default. Blackwell's keep fp32: nothing is split there.
+With one scale a tensor Hopper sums in its tensor cores' 14 bits; in two levels gradients of weights over many rows, and
+in cuBLAS every input gradient, as Transformer Engine does by default. Blackwell's keep fp32: nothing is split there.
 
 Shapes: R rows sorted by expert, P padded rows, C columns, E experts, A and B sides of a weight, M and N of a gradient.
 """
@@ -18,9 +18,11 @@ from moeplan.kernels.recipes import Recipe
 
 amax = quantize_triton.amax
 
-# Most products of a gradient that are summed in 14 bits alone: of 6144 that loses 1.5e-3 of its norm, rounding the
-# operands to FP8 5.8e-2; with a mean of half the deviation in both 1.0e-2 and 5.0e-3 (tests/kernels/hopper_sums.py).
-MAX_PRODUCTS_OF_ONE_LEVEL = 6144
+# Most products of a gradient that Triton sums in 14 bits alone (tests/kernels/hopper_sums.py). Of a weight, rows of one
+# expert: of 6144 that loses 1.5e-3 of its norm, rounding the operands to FP8 5.8e-2; where both have a mean of half
+# their deviation 1.0e-2 and 5.0e-3. Of an input, whose one operand is weights, without a mean: 4.4e-3 of 32,768.
+MAX_ROWS_OF_ONE_LEVEL = 6144
+MAX_WIDTH_OF_ONE_LEVEL = 32_768
 
 
 def quantize_rows(
@@ -60,7 +62,7 @@ def multiply(x: Stored, weight: Stored, rows: PaddedRows, recipe: Recipe, *, is_
             use_fast_accum=_sums_short(x_PB) and not is_gradient,
         )  # fmt: skip
         return y_PA[: rows.num_rows]
-    split = is_gradient and not blockwise and _needs_two_levels(x_PB, x_PB.shape[1])
+    split = is_gradient and not blockwise and _sums_short(x_PB) and x_PB.shape[1] > MAX_WIDTH_OF_ONE_LEVEL
     return grouped_gemm_fp8_triton.rows_gemm(x_PB, scale_x, weight_EAB, scale_E, rows, blockwise=blockwise, split=split)
 
 
@@ -69,14 +71,11 @@ def gradient_(total_EMN: Tensor, a: Stored, b: Stored, rows: PaddedRows, recipe:
     (a_MP, scale_a, _), (b_NP, scale_b, _) = a, b
     blockwise = recipe.scaling.block is not None
     # On average: how many rows an expert has is known to the device alone.
-    split = not blockwise and _needs_two_levels(a_MP, rows.num_rows / len(total_EMN))
+    num_rows = rows.num_rows / len(total_EMN)
+    split = not blockwise and _sums_short(a_MP) and num_rows > MAX_ROWS_OF_ONE_LEVEL
     grouped_gemm_fp8_triton.gradient_gemm_(
         total_EMN, a_MP, scale_a, b_NP, scale_b, rows, add=add, blockwise=blockwise, split=split
     )
-
-
-def _needs_two_levels(x: Tensor, num_products: float) -> bool:
-    return _sums_short(x) and num_products > MAX_PRODUCTS_OF_ONE_LEVEL
 
 
 def _sums_short(x: Tensor) -> bool:

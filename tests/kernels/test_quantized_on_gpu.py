@@ -90,12 +90,12 @@ def test_blackwells_products_are_those_of_the_reference(recipe_name: str, case: 
 
 
 @pytest.mark.parametrize("num_experts", [1, 4])
-def test_long_gradients_are_summed_in_two_levels(num_experts: int) -> None:
+def test_long_gradients_of_weights_are_summed_in_two_levels(num_experts: int) -> None:
     """Of 32,768 products of numbers with a mean one level loses 9 % where tensor cores keep 14 bits, two 1e-4."""
     from moeplan.kernels import quantized_gemm_triton as fast
 
     recipe, width = RECIPES["fp8_current"], 32768 // num_experts
-    assert width > fast.MAX_PRODUCTS_OF_ONE_LEVEL
+    assert width > fast.MAX_ROWS_OF_ONE_LEVEL
     a_MP, b_NP = ((torch.randn(256, 32768, device="cuda") + 0.5).to(torch.float8_e4m3fn) for _ in range(2))
     one = torch.ones((), device="cuda")
     offsets_E = torch.arange(1, num_experts + 1, device="cuda", dtype=torch.int32) * width
