@@ -19,7 +19,7 @@ OPTIONS = AdamOptions(1e-2, 0.9, 0.95, 1e-8, 0.0, 0.5)
 DECAYS = [DecaySpan(Span(0, 7), 0.3), DecaySpan(Span(7, 12), 0.0)]
 
 
-def trained(run: RunConfig = RUN, **changes: Any) -> Trainer:
+def trained(run: RunConfig = RUN, /, **changes: Any) -> Trainer:
     trainer = build_trainer(0, tiny_plan(GQA_MODEL, 1, **changes), run)
     for number in range(run.steps):
         trainer.step(number)

@@ -78,7 +78,7 @@ def test_nothing_stays_nothing() -> None:
     assert not packed.unpack(Span(0, 200)).any()
 
 
-def trained(num_steps: int = RUN.steps, **changes: Any) -> Trainer:
+def trained(num_steps: int = RUN.steps, /, **changes: Any) -> Trainer:
     trainer = build_trainer(0, tiny_plan(GQA_MODEL, 1, **({"precision": "bf16"} | changes)), RUN)
     for number in range(num_steps):
         trainer.step(number)
