@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as Fn
 
-from moeplan.executor.kernel_tuning import LARGE_EXPERT_ROWS
+from moeplan.executor.kernel_tuning import product_candidates
 from moeplan.kernels import activation, adam, cross_entropy, grouped_gemm, grouped_weight_grad, permute, split_qkv
 from moeplan.kernels.main_grad import MainGrad
 from moeplan.kernels.norm import residual_rms_norm, rms_norm
@@ -77,11 +77,10 @@ def _expert_cases(plan: Plan, moe: Moe, device: torch.device) -> Iterator[Case]:
     E, H, F = moe.num_experts, plan.model.expert_hidden_size, moe.expert_ffn_size
     rows = _rows(plan, moe, device)
     R = len(rows.slot_of_row_R)
-    left_out = {"reference"} | ({"by_expert"} if R < LARGE_EXPERT_ROWS * E else set())
     for width, out in ((H, F * (plan.model.mlp_matrices - 1)), (F, H)):
         shape, weights, num_flops = f"{E} x {R // E}, {width} x {out}", E * width * out, 2.0 * R * width * out
         x, weight = _normal(device, R, width, grad=True), _normal(device, E, width, out)
-        names = [name for name in grouped_gemm.BACKENDS if name not in left_out]
+        names = product_candidates(x, weight)
         runs = {
             name: _both_ways(
                 partial(grouped_gemm.grouped_gemm, weight_EHF=weight, offsets_E=rows.offsets_E, backend=name), [x]
@@ -93,18 +92,13 @@ def _expert_cases(plan: Plan, moe: Moe, device: torch.device) -> Iterator[Case]:
         del runs
         part = Operands(x.detach(), _normal(device, R, out), rows.offsets_E)
         main = MainGrad(torch.zeros((E, width, out), device=device), is_clear=False)
-        adding = grouped_weight_grad.BACKENDS
-        names = [name for name in adding if name not in left_out and _adds(name, main.total, part)]
+        names += grouped_weight_grad.TRITON if grouped_weight_grad.triton_takes(main.total, part.x_TH) else ()
         for count, what in ((1, "weight gradient"), (2, "weight gradients of a pair")):
             adds: dict[str, Run] = {
                 name: partial(grouped_weight_grad.add_parts_, main, (part,) * count, backend=name) for name in names
             }
             moved = 2 * FP32 * weights + count * BF16 * R * (width + out)
             yield Case(f"experts: {what}", shape, adds, count * num_flops, moved)
-
-
-def _adds(name: str, total: Tensor, part: Operands) -> bool:
-    return name not in grouped_weight_grad.TRITON or grouped_weight_grad.triton_takes(total, part.x_TH)
 
 
 def _row_cases(plan: Plan, moe: Moe, device: torch.device) -> Iterator[Case]:

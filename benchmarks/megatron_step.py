@@ -18,7 +18,7 @@ from typing import Any
 SEQ_LEN, MICRO_BATCH, NUM_MICRO_BATCHES = 4096, 4, 8
 # What may follow --settings: environment or configuration that is not always fastest, or not always runs.
 ENVIRONMENT = {"cutlass": {"NVTE_USE_CUTLASS_GROUPED_GEMM": "1"}}
-SETTINGS = ("fused", "cutlass", "fp8", "fp8_blockwise")
+SETTINGS = ("fused", "cutlass", "flash", "fp8", "fp8_blockwise")
 
 
 def main() -> None:
@@ -146,6 +146,7 @@ class _Megatron:
 
 def _config(spec: Any, settings: list[str]) -> Any:
     import torch
+    from megatron.core.transformer.enums import AttnBackend
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     is_fp8 = any(one.startswith("fp8") for one in settings)
@@ -179,6 +180,8 @@ def _config(spec: Any, settings: list[str]) -> Any:
         cross_entropy_loss_fusion=True,
         cross_entropy_fusion_impl="te",
         gradient_accumulation_fusion="fused" in settings,
+        # cuDNN's, which TE takes where no FlashAttention is installed; "flash" leaves it the choice.
+        attention_backend=AttnBackend.auto if "flash" in settings else AttnBackend.fused,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         attention_softmax_in_fp32=False,

@@ -25,6 +25,8 @@ from moeplan.executor.recompute import checkpointed, dropping_output
 from moeplan.executor.ring import RingAttention
 from moeplan.executor.rope import model_rotary_tables
 from moeplan.executor.scopes import scope
+from moeplan.kernels import flash_attention
+from moeplan.kernels.back_end_choice import chosen
 from moeplan.kernels.norm import rms_norm
 from moeplan.kernels.rotary import apply_rotary
 from moeplan.kernels.sigmoid_gate import sigmoid_gate
@@ -41,6 +43,7 @@ BACKENDS = (
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 )
+SDPA = "sdpa"  # the name of these as one back end
 # Of the norms of latents, whatever the model's own norms have: DeepSeek's code and its successors leave it at that.
 LATENT_NORM_EPS = 1e-6
 _ALONE = Group((0,), 0, None)
@@ -62,11 +65,28 @@ def core_attention(
     is_odd = q_BSND.device.type == "cpu" and (mask_SS is not None or q_BSND.shape[3] != v_BSMD.shape[3])
     if is_odd or (sinks_N is not None and mask_SS is None):
         return RingAttention(_ALONE, mask_SS)(q_BSND, k_BSMD, v_BSMD, sinks_N)
-    grouped, scale = q_BSND.shape[2] != k_BSMD.shape[2], q_BSND.shape[3] ** -0.5
-    if sinks_N is not None and mask_SS is not None:
+    if mask_SS is None:
+        return causal_attention(q_BSND, k_BSMD, v_BSMD)
+    scale = q_BSND.shape[3] ** -0.5
+    if sinks_N is not None:
         q_BSND, k_BSMD, v_BSMD = with_sink_key(q_BSND, k_BSMD, v_BSMD, sinks_N, scale)
         mask_SS = F.pad(mask_SS, (1, 0), value=True)
-    with scope("attention"), attention_backends(q_BSND.device):
+    with scope("attention"):
+        return _sdpa(q_BSND, k_BSMD, v_BSMD, mask_SS, scale)
+
+
+def causal_attention(q_BSND: Tensor, k_BSMD: Tensor, v_BSMD: Tensor, *, backend: str | None = None) -> Tensor:
+    """Attention of whole sequences; without ``backend`` by the one chosen for these heads, else torch's."""
+    shape = flash_attention.shape_of(q_BSND, k_BSMD, v_BSMD)
+    name = backend or chosen(flash_attention.OPERATION, shape)
+    with scope("attention"):
+        if name == flash_attention.NAME:
+            return flash_attention.attend(q_BSND, k_BSMD, v_BSMD)
+        return _sdpa(q_BSND, k_BSMD, v_BSMD, None, q_BSND.shape[3] ** -0.5)
+
+
+def _sdpa(q_BSND: Tensor, k_BSMD: Tensor, v_BSMD: Tensor, mask_SS: Tensor | None, scale: float) -> Tensor:
+    with attention_backends(q_BSND.device):
         out_BNSD = F.scaled_dot_product_attention(
             q_BSND.transpose(1, 2),
             k_BSMD.transpose(1, 2),
@@ -74,7 +94,7 @@ def core_attention(
             attn_mask=mask_SS,
             is_causal=mask_SS is None,
             scale=scale,
-            enable_gqa=grouped,
+            enable_gqa=q_BSND.shape[2] != k_BSMD.shape[2],
         )
     return out_BNSD.transpose(1, 2)
 

@@ -1,4 +1,4 @@
-"""Which back end multiplies a plan's experts fastest on this GPU: measured before training, remembered on disk.
+"""Which back ends compute a plan's experts and attention fastest here: measured before training, remembered on disk.
 
 Candidates are compared under load (:mod:`moeplan.executor.candidate_timing`). A choice is kept by device, versions and
 shape, so the next run of a shape starts at once.
@@ -8,7 +8,7 @@ Shapes: E experts of this rank, R rows, H input width, F output width.
 
 import json
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -18,10 +18,12 @@ import torch
 from torch import Tensor
 
 from moeplan.errors import InvalidInputError
+from moeplan.executor import attention_tuning
+from moeplan.executor.attention_tuning import attention_key, attention_shape, measure_attention
 from moeplan.executor.candidate_timing import under_load
 from moeplan.executor.mesh import Mesh
 from moeplan.files import write_text_atomically
-from moeplan.kernels import grouped_gemm, grouped_weight_grad
+from moeplan.kernels import flash_attention, grouped_gemm, grouped_gemm_quack, grouped_weight_grad
 from moeplan.kernels.back_end_choice import Shape, choices, choose
 from moeplan.kernels.grouped_weight_grad import TRITON, add_parts_, triton_takes
 from moeplan.kernels.main_grad import MainGrad
@@ -35,9 +37,13 @@ LARGE_EXPERT_ROWS = 256  # below it one launch an expert costs more than its pro
 # layer, no time to stay ahead. By expert, h200-deepseek (64 experts, 40 and 80 us each) had steps of 1134 to 1253 ms.
 LEAST_PRODUCT_S = 200e-6
 _BACK_ENDS: Mapping[str, Collection[str]] = {
-    grouped_gemm.OPERATION: grouped_gemm.BACKENDS,
+    grouped_gemm.OPERATION: grouped_gemm.PRODUCTS,
+    grouped_gemm.INPUT_GRAD: grouped_gemm.PRODUCTS,
     grouped_weight_grad.OPERATION: grouped_weight_grad.BACKENDS,
+    flash_attention.OPERATION: attention_tuning.BACK_ENDS,
 }
+_Times = dict[str, dict[str, float]]  # seconds by operation and back end
+_Comparison = tuple[Shape, str, Callable[[], _Times]]  # of weights or heads, its key, and how it is measured
 
 
 def cache_path() -> Path:
@@ -57,30 +63,32 @@ def expert_shapes(plan: Plan, mesh: Mesh) -> list[Shape]:
     return [(num_local, rows, width * (2 if model.is_gated else 1)), (num_local, width, rows)]
 
 
-def tune(plan: Plan, mesh: Mesh, device: torch.device, *, deterministic: bool = False) -> dict[str, str]:
-    """Choose back ends for the plan's bf16 experts, from the cache or by measuring; nothing on a CPU.
+def tune(
+    plan: Plan,
+    mesh: Mesh,
+    device: torch.device,
+    *,
+    deterministic: bool = False,
+    report: Callable[[str], None] = lambda _: None,
+) -> dict[str, str]:
+    """Choose back ends for the plan's attention and bf16 experts, from the cache or by measuring; nothing on a CPU.
 
     Nor in a ``deterministic`` run: what is fastest may differ between two of them, and with it their rounding. Needs
-    the memory of one layer's experts, so it belongs before the model is built. Ranks choose for themselves. Returns all
-    choices by operation.
+    the memory of one layer's experts, so it belongs before the model is built. Ranks choose for themselves. ``report``
+    is told before anything is measured, which takes up to half a minute a shape. Returns all choices by operation.
     """
-    moe = plan.model.moe
-    if deterministic or device.type != "cuda" or plan.precision != "bf16" or moe is None:
+    if deterministic or device.type != "cuda":
         return {}
-    num_rows = plan.tokens_per_rank * moe.top_k * mesh.etp.size  # on average, whatever ep is
     path = cache_path()
     known = _read(path)
-    for shape, matrix in zip(expert_shapes(plan, mesh), get_args(ExpertMatrix), strict=True):
-        is_paired = matrix in plan.paired_wgrad
-        key = _key(shape, num_rows, device, is_paired=is_paired)
+    for shape, key, measure in _comparisons(plan, mesh, device):
         if key not in known:
-            known[key] = _measure(shape, num_rows, device, is_paired=is_paired)
+            report(f"timing kernels for {key} (kept in {path})")
+            known[key] = measure()
             with suppress(InvalidInputError):  # a folder that cannot be written costs the next run a second
                 write_text_atomically(path, json.dumps(known, indent=2, sort_keys=True) + "\n")
         for operation, times_s in known[key].items():
-            # "by_expert" asks the device where experts begin: a graph cannot, and overlapped work would wait with it.
-            is_barred = plan.cuda_graph or plan.ep_overlap or _is_launch_bound(times_s, operation, shape)
-            barred = {"by_expert"} if is_barred else set()
+            barred = _barred(plan, times_s, shape)
             allowed = [name for name in times_s if name in _BACK_ENDS.get(operation, ()) and name not in barred]
             if allowed:  # another version may have left other names
                 choose(operation, shape, min(allowed, key=lambda name: times_s[name]))
@@ -88,13 +96,48 @@ def tune(plan: Plan, mesh: Mesh, device: torch.device, *, deterministic: bool = 
     return choices()
 
 
-def _is_launch_bound(times_s: Mapping[str, float], operation: str, shape: Shape) -> bool:
-    """Whether one launch an expert leaves the host too little time; both products that autograd takes are timed."""
-    num_products = shape[0] * (2 if operation == grouped_gemm.OPERATION else 1)
-    return times_s.get("by_expert", 0.0) < LEAST_PRODUCT_S * num_products
+def _comparisons(plan: Plan, mesh: Mesh, device: torch.device) -> Iterator[_Comparison]:
+    where = f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
+    heads = attention_shape(plan, mesh)
+    if what := attention_key(plan, heads):
+        yield heads, f"{where}, {what}", lambda: {flash_attention.OPERATION: measure_attention(plan, heads, device)}
+    moe = plan.model.moe
+    if plan.precision != "bf16" or moe is None:
+        return
+    num_rows = plan.tokens_per_rank * moe.top_k * mesh.etp.size  # on average, whatever ep is
+    for shape, matrix in zip(expert_shapes(plan, mesh), get_args(ExpertMatrix), strict=True):
+        is_paired = matrix in plan.paired_wgrad
+        key = f"{where}, {_experts_key(shape, num_rows, is_paired=is_paired)}"
+        yield shape, key, partial(_measure, shape, num_rows, device, is_paired=is_paired)
 
 
-def _read(path: Path) -> dict[str, dict[str, dict[str, float]]]:
+def _barred(plan: Plan, times_s: Mapping[str, float], shape: Shape) -> set[str]:
+    """Back ends that a plan cannot take, however fast."""
+    barred: set[str] = set()
+    # "by_expert" asks the device where experts begin: a graph cannot, and overlapped work would wait with it.
+    if plan.cuda_graph or plan.ep_overlap or _is_launch_bound(times_s, shape):
+        barred.add("by_expert")
+    if plan.cuda_graph:  # nobody has captured these here yet
+        barred |= {flash_attention.NAME, *grouped_gemm_quack.TILES}
+    return barred
+
+
+def _is_launch_bound(times_s: Mapping[str, float], shape: Shape) -> bool:
+    """Whether one launch an expert leaves the host too little time."""
+    return times_s.get("by_expert", 0.0) < LEAST_PRODUCT_S * shape[0]
+
+
+def product_candidates(x_RH: Tensor, weight_EHF: Tensor) -> list[str]:
+    """Back ends that may be fastest for these operands, on average as many rows for each expert."""
+    names = ["torch"]
+    if len(x_RH) >= LARGE_EXPERT_ROWS * len(weight_EHF):
+        names.append("by_expert")
+    if grouped_gemm_quack.takes(x_RH, weight_EHF):
+        names += grouped_gemm_quack.TILES
+    return names
+
+
+def _read(path: Path) -> dict[str, _Times]:
     """What is remembered: seconds by back end, operation and key. A file that cannot be read is made anew."""
     try:
         known: Any = json.loads(path.read_text(encoding="utf-8"))
@@ -103,36 +146,35 @@ def _read(path: Path) -> dict[str, dict[str, dict[str, float]]]:
     return known if isinstance(known, dict) else {}
 
 
-def _key(shape: Shape, num_rows: int, device: torch.device, *, is_paired: bool) -> str:
-    where = f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
+def _experts_key(shape: Shape, num_rows: int, *, is_paired: bool) -> str:
+    quack = grouped_gemm_quack.installed_version()
+    with_quack = f"quack {quack}, " if quack else ""
     what = f"{'x'.join(map(str, shape))}, {num_rows} rows, bf16 into fp32{' of two micro-batches' if is_paired else ''}"
-    return f"{where}, {what}, in rounds under load"
+    return f"{with_quack}{what}, each product in rounds under load"
 
 
-def _measure(shape: Shape, num_rows: int, device: torch.device, *, is_paired: bool) -> dict[str, dict[str, float]]:
-    """Seconds of each candidate: both products that autograd takes, and the addition of one or two weight gradients."""
+def _measure(shape: Shape, num_rows: int, device: torch.device, *, is_paired: bool) -> _Times:
+    """Seconds of each candidate: a forward product, an input's gradient, additions of one or two weight gradients."""
     E, H, F = shape
     generator = torch.Generator().manual_seed(0)
     num_rows_E = torch.multinomial(torch.ones(E), num_rows, replacement=True, generator=generator).bincount(minlength=E)
     offsets_E = num_rows_E.cumsum(0).to(torch.int32).to(device)
-    x_RH = torch.randn((num_rows, H), device=device).bfloat16().requires_grad_()
+    x_RH = torch.randn((num_rows, H), device=device).bfloat16()
     grad_RF = torch.randn((num_rows, F), device=device).bfloat16()
     weight_EHF = torch.randn(shape, device=device).bfloat16()
     main = MainGrad(torch.zeros(shape, device=device), is_clear=False)
-    names = ["torch", "by_expert"] if num_rows >= LARGE_EXPERT_ROWS * E else ["torch"]
-    products = {name: _product(name, x_RH, weight_EHF, offsets_E, grad_RF) for name in names}
+    names = product_candidates(x_RH, weight_EHF)
+    by_name = {name: grouped_gemm.PRODUCTS[name] for name in names}
+    forward = {name: partial(run, x_RH, weight_EHF, offsets_E) for name, run in by_name.items()}
+    input_grad = {name: partial(run, grad_RF, weight_EHF.transpose(1, 2), offsets_E) for name, run in by_name.items()}
     if triton_takes(main.total, x_RH):
         names += TRITON
-    parts = [Operands(x_RH.detach(), grad_RF, offsets_E)]
+    parts = [Operands(x_RH, grad_RF, offsets_E)]
     if is_paired:  # in memory of their own: the same again would come from L2
-        parts.append(Operands(x_RH.detach().clone(), grad_RF.clone(), offsets_E))
+        parts.append(Operands(x_RH.clone(), grad_RF.clone(), offsets_E))
     additions = {name: partial(add_parts_, main, parts, backend=name) for name in names}
-    return {grouped_gemm.OPERATION: under_load(products), grouped_weight_grad.OPERATION: under_load(additions)}
-
-
-def _product(name: str, x_RH: Tensor, weight_EHF: Tensor, offsets_E: Tensor, grad_RF: Tensor) -> Callable[[], object]:
-    def run() -> Any:
-        y_RF = grouped_gemm.grouped_gemm(x_RH, weight_EHF, offsets_E, backend=name)
-        return torch.autograd.grad(y_RF, x_RH, grad_RF)
-
-    return run
+    return {
+        grouped_gemm.OPERATION: under_load(forward),
+        grouped_gemm.INPUT_GRAD: under_load(input_grad),
+        grouped_weight_grad.OPERATION: under_load(additions),
+    }

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moeplan.executor.attention import core_attention
-from moeplan.executor.kernel_tuning import LARGE_EXPERT_ROWS
+from moeplan.executor.attention import SDPA, causal_attention
+from moeplan.executor.kernel_tuning import product_candidates
 from moeplan.executor.microbench_cuda_window import CudaWindow, graphed
 from moeplan.executor.microbench_window import Reading
+from moeplan.kernels import flash_attention
 from moeplan.kernels.grouped_gemm import grouped_gemm as grouped
 from moeplan.kernels.permute import permute, unpermute
 from moeplan.kernels.row_map import row_map
@@ -86,7 +87,7 @@ def grouped_gemm(window: CudaWindow) -> list[Reading]:
             steps = [_GroupedStep(E, rows, hidden, 2 * ffn), _GroupedStep(E, rows, ffn, hidden)]
             flops = sum(step.flops for step in steps)
             by_backend = []
-            for backend in ("torch", "by_expert") if rows >= LARGE_EXPERT_ROWS else ("torch",):
+            for backend in product_candidates(steps[0].x_RH, steps[0].weight_EHF):
                 both = partial(_run_all, [partial(step.all_passes, backend) for step in steps])
                 by_backend.append(window.rates(3 * flops, both, window.long_s))
             readings.append(Reading(f"grouped_gemm.{E}", rows, max(by_backend, key=statistics.median)))
@@ -133,30 +134,40 @@ class _GroupedStep:
 def attention(window: CudaWindow) -> list[Reading]:
     """Causal attention of NUM_TOKENS tokens by sequence length: forward's 2 products, backward's 5, causal halved.
 
+    By the back end whose backward is faster, as a run chooses.
     A pair of head widths that no fused kernel takes leaves no reading.
     """
     readings = []
     for qk_dim, v_dim in HEAD_DIMS:
         for L in (1024, 2048, 4096, 8192, 16_384):
             try:
-                step = _AttentionStep(L, qk_dim, v_dim)
-                step.backward()
+                steps = [_AttentionStep(L, qk_dim, v_dim, backend) for backend in _attention_back_ends(qk_dim, v_dim)]
+                for step in steps:
+                    step.backward()
             except RuntimeError:
                 continue
             name = f"{qk_dim}.{v_dim}"
             forward_flops = NUM_TOKENS * L * NUM_HEADS * (qk_dim + v_dim)
             backward_flops = NUM_TOKENS * L * NUM_HEADS * (3 * qk_dim + 2 * v_dim)
-            rates = window.rates(forward_flops, step.forward, window.short_s)
-            readings.append(Reading(f"attention.fwd.{name}", L, rates))
-            rates = window.rates(backward_flops, step.backward, window.short_s)
-            readings.append(Reading(f"attention.bwd.{name}", L, rates))
+            fwd = [window.rates(forward_flops, step.forward, window.short_s) for step in steps]
+            bwd = [window.rates(backward_flops, step.backward, window.short_s) for step in steps]
+            fastest = max(range(len(bwd)), key=lambda index: statistics.median(bwd[index]))
+            readings.append(Reading(f"attention.fwd.{name}", L, fwd[fastest]))
+            readings.append(Reading(f"attention.bwd.{name}", L, bwd[fastest]))
     return readings
+
+
+def _attention_back_ends(qk_dim: int, v_dim: int) -> list[str]:
+    """What a run chooses from for these heads."""
+    q, v = _normal(1, 1, 1, qk_dim), _normal(1, 1, 1, v_dim)
+    return [SDPA] + [flash_attention.NAME] * flash_attention.takes(q, v)
 
 
 class _AttentionStep:
     """Causal attention as the executor calls it."""
 
-    def __init__(self, L: int, qk_dim: int, v_dim: int) -> None:
+    def __init__(self, L: int, qk_dim: int, v_dim: int, backend: str) -> None:
+        self.backend = backend
         batch = NUM_TOKENS // L
         self.qkv = [_normal(batch, L, NUM_HEADS, width, requires_grad=True) for width in (qk_dim, qk_dim, v_dim)]
         self.out = self.forward()
@@ -164,7 +175,7 @@ class _AttentionStep:
 
     def forward(self) -> Tensor:
         q, k, v = self.qkv
-        return core_attention(q, k, v, None)
+        return causal_attention(q, k, v, backend=self.backend)
 
     def backward(self) -> None:
         torch.autograd.grad(self.out, self.qkv, self.grad, retain_graph=True)

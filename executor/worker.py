@@ -97,7 +97,8 @@ def run_rank(plan_path: Path, run_path: Path | None, out_path: Path) -> None:
         mesh = plan_mesh(plan, rank)
         if device.type == "cpu":  # with gloo's own; of a GPU it should say what other processes have
             taken_before_bytes = taken_bytes(device)
-        chosen = tune(plan, mesh, device, deterministic=run.deterministic)
+        report = _report if rank == 0 else _ignore
+        chosen = tune(plan, mesh, device, deterministic=run.deterministic, report=report)
         if rank == 0 and chosen:
             _report("kernels: " + ", ".join(f"{operation} by {backend}" for operation, backend in chosen.items()))
         trainer = Trainer(plan, run, mesh, tokens, device)

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from moeplan.kernels import grouped_weight_grad_torch
+from moeplan.kernels import grouped_gemm_quack, grouped_weight_grad_torch
 from moeplan.kernels.back_end_choice import chosen
 from moeplan.kernels.main_grad import MainGrad
 from moeplan.kernels.row_map import RowMap
@@ -37,6 +37,7 @@ BACKENDS: dict[str, GroupedWeightGrad] = {
     "by_expert": grouped_weight_grad_torch.add_by_expert_,
     "torch": grouped_weight_grad_torch.add_,
     **{name: partial(_triton, name) for name in TRITON},
+    **{name: partial(grouped_gemm_quack.add_, name) for name in grouped_gemm_quack.TILES},
 }
 
 

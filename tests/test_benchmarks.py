@@ -59,6 +59,16 @@ def test_adam_moves_what_the_plan_keeps(changes: dict[str, Any], bytes_per_param
     assert adam.bytes == bytes_per_parameter * 1000
 
 
+def test_products_whose_kernels_have_one_name_are_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    roofline, plan = _program("roofline"), _plan("h200-fine")
+    ceilings = roofline.ceilings_of(load_profile(str(ROOT / "results" / "2026-11-29-h200-profile.toml")), plan)
+    apart = [one for one in roofline.groups_of(plan, ceilings, 1) if one.family == "expert_gemm"]
+    monkeypatch.setattr(roofline, "choices", lambda: {"grouped_weight_grad 2x3x4": "quack_128x192"})
+    (together,) = (one for one in roofline.groups_of(plan, ceilings, 1) if one.family == "expert_gemm")
+    assert together.flops == sum(one.flops for one in apart)
+    assert together.bytes == sum(one.bytes for one in apart)
+
+
 def test_each_kernel_is_counted_once() -> None:
     roofline, plan = _program("roofline"), _plan("h200-fine")
     ceilings = roofline.ceilings_of(load_profile(str(ROOT / "results" / "2026-11-29-h200-profile.toml")), plan)

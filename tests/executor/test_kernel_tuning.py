@@ -45,24 +45,33 @@ def test_the_fastest_is_chosen_and_remembered(monkeypatch: pytest.MonkeyPatch) -
         shape: tuple[int, ...], num_rows: int, device: torch.device, *, is_paired: bool
     ) -> dict[str, dict[str, float]]:
         measured.append(shape)
-        return {"grouped_gemm": {"torch": 2.0, "by_expert": 1.0}, "grouped_weight_grad": {"torch": 2.0, "triton": 3.0}}
+        return {
+            "grouped_gemm": {"torch": 2.0, "by_expert": 1.0},
+            "grouped_input_grad": {"torch": 1.0, "by_expert": 2.0},
+            "grouped_weight_grad": {"torch": 2.0, "triton": 3.0},
+        }
 
     monkeypatch.setattr(kernel_tuning, "_measure", measure)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
     mesh, device = build_mesh(PLAN.folding, 0), torch.device("cuda", 0)
-    tune(PLAN, mesh, device)
-    assert set(choices().values()) == {"by_expert", "torch"}
-    assert len(choices()) == 4
+    reports: list[str] = []
+    tune(PLAN, mesh, device, report=reports.append)
+    assert len(reports) == 2
+    assert all(report.startswith("timing kernels for a GPU") for report in reports)
+    chosen = {(name.split()[0], backend) for name, backend in choices().items()}
+    assert chosen == {("grouped_gemm", "by_expert"), ("grouped_input_grad", "torch"), ("grouped_weight_grad", "torch")}
+    assert len(choices()) == 6
     assert len(json.loads(cache_path().read_text())) == 2
     before = choices()
     forget()
-    tune(PLAN, mesh, device)
+    tune(PLAN, mesh, device, report=reports.append)
+    assert len(reports) == 2
     assert choices() == before
     assert len(measured) == 2
 
 
-def test_what_waits_for_the_device_is_not_chosen_for_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    times_s = {"grouped_gemm": {"torch": 2.0, "by_expert": 1.0}}
+def test_what_no_graph_has_captured_is_not_chosen_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    times_s = {"grouped_gemm": {"torch": 2.0, "by_expert": 1.0, "quack_128x192": 1.0}}
     monkeypatch.setattr(kernel_tuning, "_measure", lambda *_, **__: times_s)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
     plan = PLAN.replace(cuda_graph=("full_iteration",))
@@ -73,7 +82,7 @@ def test_what_waits_for_the_device_is_not_chosen_for_a_graph(monkeypatch: pytest
 def test_one_launch_an_expert_needs_long_products(frac: float, chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The GPU's time by expert leaves out what the host does beside it, so it must be well above a launch each."""
     first = expert_shapes(PLAN, build_mesh(PLAN.folding, 0))[0]
-    by_expert_s = frac * LEAST_PRODUCT_S * 2 * first[0]
+    by_expert_s = frac * LEAST_PRODUCT_S * first[0]
     times_s = {"grouped_gemm": {"torch": 2 * by_expert_s, "by_expert": by_expert_s}}
     monkeypatch.setattr(kernel_tuning, "_measure", lambda *_, **__: times_s)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")

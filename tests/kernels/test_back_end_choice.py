@@ -1,3 +1,5 @@
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -18,19 +20,25 @@ def test_a_choice_holds_for_its_shape_alone() -> None:
     assert choices() == {"grouped_gemm 2x3x4": "by_expert"}
 
 
-def test_the_chosen_back_end_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    ran: list[str] = []
+def test_the_chosen_back_end_runs_each_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[tuple[str, tuple[int, ...]]] = []
 
-    def run(x_TH: torch.Tensor, *_: object) -> torch.Tensor:
-        ran.append("other")
-        return x_TH
+    def product(name: str) -> Callable[..., torch.Tensor]:
+        def run(x_TH: torch.Tensor, weight_EHF: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+            ran.append((name, tuple(weight_EHF.shape)))
+            return x_TH @ weight_EHF[0]
 
-    monkeypatch.setitem(module.BACKENDS, "other", run)
-    choose("grouped_gemm", (1, 2, 2), "other")
-    arguments = (torch.ones(1, 2), torch.ones(1, 2, 2), torch.tensor([1], dtype=torch.int32))
-    module.grouped_gemm(*arguments)
-    module.grouped_gemm(*arguments, backend="torch")
-    assert ran == ["other"]
+        return run
+
+    for name in ("one", "other"):
+        monkeypatch.setitem(module.PRODUCTS, name, product(name))
+    choose("grouped_gemm", (1, 2, 3), "one")
+    choose("grouped_input_grad", (1, 2, 3), "other")
+    x_TH, weight_EHF = torch.ones(1, 2, requires_grad=True), torch.ones(1, 2, 3)
+    offsets_E = torch.tensor([1], dtype=torch.int32)
+    module.grouped_gemm(x_TH, weight_EHF, offsets_E).sum().backward()
+    module.grouped_gemm(x_TH, weight_EHF, offsets_E, backend="torch").sum().backward()
+    assert ran == [("one", (1, 2, 3)), ("other", (1, 3, 2))]
 
 
 @pytest.mark.gpu

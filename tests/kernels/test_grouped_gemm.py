@@ -1,12 +1,23 @@
 """What every grouped GEMM back end must do; a new one inherits Contract."""
 
+import itertools
+from importlib.metadata import PackageNotFoundError
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from moeplan.errors import InvalidInputError
+from moeplan.kernels import grouped_gemm_quack
 from moeplan.kernels.grouped_gemm import BACKENDS, grouped_gemm
+from moeplan.kernels.grouped_gemm_quack import TILES
 from moeplan.kernels.grouped_mm_limits import is_supported
+from moeplan.kernels.grouped_weight_grad import add_parts_
+from moeplan.kernels.main_grad import MainGrad
+from moeplan.kernels.weight_grad_pairs import Operands
+from tests.kernels.optional_packages import skip_without
 
 
 def _case(
@@ -98,7 +109,63 @@ class TestTorchBf16(Contract):
 
 
 def test_every_back_end_has_a_contract_test() -> None:
-    assert {contract.backend for contract in Contract.__subclasses__()} == set(BACKENDS)
+    """Those of quack need a GPU: ``test_cuda_bf16_agrees_with_the_reference``."""
+    assert {contract.backend for contract in Contract.__subclasses__()} == set(BACKENDS) - set(TILES)
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grouped_gemm_quack, "installed_version", lambda: None)
+    grouped_gemm_quack._gemm.cache_clear()
+    x_TH, weight_EHF, offsets_E, _ = _case([3, 5], 8, 16, torch.bfloat16)
+    assert not grouped_gemm_quack.takes(x_TH, weight_EHF)
+    with pytest.raises(InvalidInputError, match="quack-kernels") as caught:
+        grouped_gemm(x_TH, weight_EHF, offsets_E, backend="quack_128x192")
+    assert "moeplan[hopper]" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize("found, expected", [("0.6.5", "0.6.5"), ("0.7.0", None), (None, None)])
+def test_another_series_of_the_package_is_left_alone(
+    found: str | None, expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def version(package: str) -> str:
+        assert package == "quack-kernels"
+        if found is None:
+            raise PackageNotFoundError(package)
+        return found
+
+    monkeypatch.setattr(grouped_gemm_quack, "version", version)
+    grouped_gemm_quack.installed_version.cache_clear()
+    assert grouped_gemm_quack.installed_version() == expected
+    grouped_gemm_quack.installed_version.cache_clear()
+
+
+def test_quack_gets_its_operands_with_rows_counted_from_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What its call computes, by its own documentation, in place of the package."""
+    calls: list[str] = []
+
+    def gemm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *_: object, **kwargs: Any) -> None:
+        starts = kwargs["cu_seqlens_m" if "cu_seqlens_m" in kwargs else "cu_seqlens_k"].tolist()
+        for e, (start, end) in enumerate(itertools.pairwise(starts)):
+            if "cu_seqlens_m" in kwargs:
+                out[start:end] = a[start:end] @ b[e].t()
+            else:
+                part = (a[:, start:end] @ b[:, start:end].t()).float()
+                out[e] = out[e] + part if kwargs["add_to_output"] else part
+        calls.append("rows" if "cu_seqlens_m" in kwargs else "add" if kwargs["add_to_output"] else "write")
+
+    monkeypatch.setattr(grouped_gemm_quack, "_gemm", lambda: gemm)
+    x_TH, weight_EHF, offsets_E, grad_TF = _case([3, 0, 5], 8, 16, torch.float32)
+    y_TF = grouped_gemm(x_TH, weight_EHF, offsets_E, backend="quack_128x192")
+    got = y_TF, *torch.autograd.grad(y_TF, x_TH, grad_TF)
+    y_TF = grouped_gemm(x_TH, weight_EHF, offsets_E, backend="reference")
+    grad_x_TH, grad_EHF = torch.autograd.grad(y_TF, (x_TH, weight_EHF), grad_TF)
+    torch.testing.assert_close(got, (y_TF, grad_x_TH))
+    main = MainGrad(torch.full_like(weight_EHF, torch.nan, requires_grad=False))
+    part = Operands(x_TH.detach(), grad_TF, offsets_E)
+    add_parts_(main, (part,), backend="quack_128x128")
+    add_parts_(main, (part, part), backend="quack_128x128")
+    torch.testing.assert_close(main.total, 3 * grad_EHF)
+    assert calls == ["rows", "rows", "write", "add", "add"]
 
 
 @pytest.mark.parametrize(
@@ -116,16 +183,19 @@ def test_torch_takes_whole_16_byte_words(dtype: torch.dtype, H: int, F: int, exp
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_rows", [[7, 0, 40, 17], [0, 0, 64, 0], [1, 2, 3, 4]])
-def test_cuda_bf16_agrees_with_the_reference(num_rows: list[int]) -> None:
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "reference"])
+@pytest.mark.parametrize("widths", [(64, 96), (384, 264)])
+@pytest.mark.parametrize("num_rows", [[7, 0, 40, 17], [0, 0, 640, 0], [1, 2, 3, 4], [0, 0], [37] * 512])
+def test_cuda_bf16_agrees_with_the_reference(num_rows: list[int], widths: tuple[int, int], backend: str) -> None:
     results = []
-    for backend in ("torch", "reference"):
+    skip_without(backend)
+    for name in (backend, "reference"):
         x_TH, weight_EHF, offsets_E, grad_TF = (
-            tensor.detach().cuda() for tensor in _case(num_rows, 64, 96, torch.bfloat16)
+            tensor.detach().cuda() for tensor in _case(num_rows, *widths, torch.bfloat16)
         )
         x_TH.requires_grad_()
         weight_EHF.requires_grad_()
-        y_TF = grouped_gemm(x_TH, weight_EHF, offsets_E, backend=backend)
+        y_TF = grouped_gemm(x_TH, weight_EHF, offsets_E, backend=name)
         results.append((y_TF, *torch.autograd.grad(y_TF, (x_TH, weight_EHF), grad_TF)))
     for got, expected in zip(*results, strict=True):
         torch.testing.assert_close(got, expected, rtol=0.02, atol=0.1)

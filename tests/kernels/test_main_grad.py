@@ -116,7 +116,8 @@ class TestTriton(Contract):
 def test_back_ends_are_all_tested() -> None:
     from moeplan.kernels.grouped_weight_grad_triton import CONFIGS
 
-    assert set(BACKENDS) == {"by_expert", "torch", *CONFIGS}
+    quack = {name for name in BACKENDS if name.startswith("quack_")}  # on a GPU alone
+    assert set(BACKENDS) - quack == {"by_expert", "torch", *CONFIGS}
 
 
 @pytest.mark.parametrize("num, expected", [(1, [1]), (2, [0, 2]), (3, [1, 0, 2]), (4, [0, 2, 0, 2])])

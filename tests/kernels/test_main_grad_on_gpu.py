@@ -12,6 +12,7 @@ from moeplan.kernels.router import RouterOptions, count_tokens, route, route_ref
 from moeplan.kernels.row_map import row_map
 from moeplan.kernels.weight_grad import add_weight_grad_
 from moeplan.kernels.weight_grad_pairs import Operands, Pairs
+from tests.kernels.optional_packages import skip_without
 
 pytestmark = pytest.mark.gpu
 FP32_SUM = 1e-5  # sums of exact products in fp32, in another order than the reference's
@@ -41,6 +42,7 @@ def test_a_dense_gradient_is_written_first_and_added_then() -> None:
 )
 @pytest.mark.parametrize("widths", [(256, 512), (384, 264)])
 def test_expert_gradients(backend: str, num_rows: list[int], widths: tuple[int, int]) -> None:
+    skip_without(backend)
     (first, grad), (other, other_grad) = (_operands(rows, *widths) for rows in (num_rows, num_rows[::-1]))
     tolerance = BF16_SUM if backend == "torch" else FP32_SUM
     main = MainGrad(torch.full(grad.shape, torch.nan, device="cuda"))
@@ -55,6 +57,7 @@ def test_expert_gradients(backend: str, num_rows: list[int], widths: tuple[int, 
 @pytest.mark.parametrize("backend", sorted(BACKENDS))
 @pytest.mark.parametrize("top_k", [2, 8])
 def test_tokens_that_wait_give_the_gradients_of_their_copies(backend: str, top_k: int) -> None:
+    skip_without(backend)
     totals = []
     for has_map in (False, True):
         torch.manual_seed(3)

@@ -1,0 +1,62 @@
+"""Which back end computes a plan's attention fastest: what is compared, and how.
+
+Shapes: B sequences of S tokens, N query heads over M key-value heads of this rank, D width of a head.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from moeplan.executor.attention import SDPA, causal_attention
+from moeplan.executor.candidate_timing import under_load
+from moeplan.executor.mesh import Mesh
+from moeplan.kernels import flash_attention
+from moeplan.mixers import GqaAttention
+from moeplan.plan import Plan
+
+BACK_ENDS = (SDPA, flash_attention.NAME)
+
+
+def attention_shape(plan: Plan, mesh: Mesh) -> tuple[int, ...]:
+    """Of a rank's attention, as :func:`moeplan.kernels.flash_attention.shape_of` has it."""
+    attention = plan.model.attention
+    heads = attention.num_heads // mesh.tp.size
+    kv_heads = attention.num_kv_heads // mesh.tp.size if isinstance(attention, GqaAttention) else heads
+    return heads, kv_heads, attention.qk_head_dim, attention.v_head_dim
+
+
+def attention_key(plan: Plan, shape: tuple[int, ...]) -> str | None:
+    """What names a comparison; None where there is nothing to compare.
+
+    Each rank has whole sequences of the plan's length, or nobody asks: parts and short documents have their own calls.
+    """
+    is_whole = plan.folding.cp == 1 and not plan.dynamic_cp
+    version = flash_attention.installed_version()
+    if version is None or not is_whole or shape[2] != shape[3]:
+        return None
+    heads = "x".join(map(str, shape))
+    return f"flash_attn {version}, attention {heads}, {plan.mbs} x {plan.seq_len}, bf16, under load"
+
+
+def measure_attention(plan: Plan, shape: tuple[int, ...], device: torch.device) -> dict[str, float]:
+    """Seconds of each candidate, forward and backward."""
+    N, M, D, _ = shape
+    sizes = ((N, D), (M, D), (M, D))
+    q_BSND, k_BSMD, v_BSMD = (
+        torch.randn((plan.mbs, plan.seq_len, heads, width), device=device).bfloat16().requires_grad_()
+        for heads, width in sizes
+    )
+    names = [SDPA] + [flash_attention.NAME] * flash_attention.takes(q_BSND, v_BSMD)
+    grad_BSND = torch.randn_like(q_BSND)
+    return under_load({name: _both_ways(name, (q_BSND, k_BSMD, v_BSMD), grad_BSND) for name in names})
+
+
+def _both_ways(name: str, heads: tuple[Tensor, Tensor, Tensor], grad_BSND: Tensor) -> Callable[[], object]:
+    attend = partial(causal_attention, *heads, backend=name)
+
+    def run() -> object:
+        return torch.autograd.grad(attend(), heads, grad_BSND)
+
+    return run
