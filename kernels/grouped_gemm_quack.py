@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moeplan.errors import InvalidInputError
 from moeplan.kernels.main_grad import MainGrad
 from moeplan.kernels.weight_grad_pairs import Operands
 
@@ -105,10 +104,6 @@ def _run(name: str, a: Tensor, b: Tensor, out: Tensor, **kwargs: Any) -> None:
 
 @cache
 def _gemm() -> Any:
-    if installed_version() is None:
-        raise InvalidInputError(
-            f"back end: quack needs {PACKAGE} {_SERIES}*, which is not installed", "pip install 'moeplan[hopper]'"
-        )
     from quack.gemm import gemm  # noqa: PLC0415 - an optional package, and a compiler no CPU process needs
 
     return gemm

@@ -40,7 +40,9 @@ RULES = {
     "hwprofiles": _rule("vocabulary hwprofiles", "pydantic tomli_w"),
     "simulator": _rule("vocabulary hwprofiles simulator", "pydantic numpy scipy networkx simpy"),
     "planner": _rule("vocabulary hwprofiles simulator planner", "pydantic numpy scipy tomli_w"),
-    "kernels": _rule("units kernels", "torch triton transformer_engine transformer_engine_torch", "fla mamba_ssm"),
+    "kernels": _rule(
+        "units kernels", "torch triton transformer_engine transformer_engine_torch", "fla flash_attn mamba_ssm quack"
+    ),
     "executor": _rule(
         "vocabulary hwprofiles kernels executor",
         "pydantic numpy torch safetensors transformer_engine transformer_engine_torch megatron deep_ep",
