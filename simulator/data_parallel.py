@@ -56,6 +56,7 @@ def step_ends(model: ModelSpec, point: Point, stack: StackTime, profile: Hardwar
     state_bytes = main_weight_bytes(point) + 2 * DTYPE_BYTES[point.moment_dtype]
     on_host_frac = point.optimizer_cpu_frac
     bandwidth = profile.hbm_bytes_per_s.value * stack.optimizer_efficiency_frac.value
+    zeroed_frac = float(stack.zeroes_main_grads)
     ends = []
     splits = stack.splits_mtp_projection
     for parameters in rank_parameters(
@@ -80,9 +81,9 @@ def step_ends(model: ModelSpec, point: Point, stack: StackTime, profile: Hardwar
                 gather_s += num_gathers * gathering.seconds
                 costs.append(gathering)
             own = held / group.num_ranks if is_sharded else held
-            # Adam, the gradient norm's read, zeroing the main gradients, and requantizing weights once a step.
+            # Adam, the norm's read of gradients, zeroing them where a stack does, requantizing weights once a step.
             requantize = quantized * (precision.param_bytes + precision.quantized_weight_bytes)
-            moved += own * (update_bytes * (1 - on_host_frac) + grad_bytes) + held * grad_bytes
+            moved += own * (update_bytes * (1 - on_host_frac) + grad_bytes) + zeroed_frac * held * grad_bytes
             host_s += host_adam_s(own * on_host_frac, profile)
             if point.offload_optimizer_states:
                 host_s += states_back_s(own * state_bytes, profile)

@@ -13,6 +13,7 @@ class StackTime(Record):
     permute_in_dispatch: bool = Field(default=False, description="hybridep writes tokens in expert order itself")
     grouped_gemm: bool = Field(default=True, description="False: local experts run one after another, kernel by kernel")
     fused_grad_accumulation: bool = Field(description="weight-gradient GEMMs add to the main gradients themselves")
+    zeroes_main_grads: bool = Field(default=True, description="a pass of its own clears main gradients before a step")
     trains_adapters: bool = Field(
         default=False,
         description="weights are frozen (LoRA): no weight gradients and no optimizer; adapters count as nothing",
