@@ -94,3 +94,25 @@ def test_where_nothing_fits_the_hint_is_a_search_that_finds_a_plan(cli: Cli) -> 
     assert said is not None, missed.err
     assert {"fix": said[1], "needed_bytes": pytest.approx(0, abs=80 * 2**30)} in json.loads(missed.out)["reliefs"]
     assert cli(*asked, "--fix", f"{SMALL[-1]},{said[1]}").code == 0
+
+
+def test_what_costs_no_precision_is_the_first_hint(cli: Cli) -> None:
+    asked = (
+        "search",
+        "--model",
+        "h200-fine",
+        "--hardware",
+        "h200",
+        "--gpus",
+        "1",
+        "--seq-len",
+        "4096",
+        "--stack",
+        "native",
+    )
+    pins = "precision=bf16,mbs=4,recompute=none"
+    missed = cli(*asked, "--global-batch-size", "32", "--memory-margin", "0.45", "--fix", pins, "--json")
+    assert missed.code == 3
+    (first, *_) = json.loads(missed.out)["reliefs"]
+    assert first["fix"] == "main_weight_remainders=true"
+    assert f"--fix {first['fix']} " in missed.err
