@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moeplan.executor.attention import SDPA, causal_attention
-from moeplan.executor.candidate_timing import under_load
+from moeplan.executor.candidate_timing import runnable, under_load
 from moeplan.executor.mesh import Mesh
 from moeplan.kernels import flash_attention
 from moeplan.mixers import GqaAttention
@@ -50,7 +50,8 @@ def measure_attention(plan: Plan, shape: tuple[int, ...], device: torch.device) 
     )
     names = [SDPA] + [flash_attention.NAME] * flash_attention.takes(q_BSND, v_BSMD)
     grad_BSND = torch.randn_like(q_BSND)
-    return under_load({name: _both_ways(name, (q_BSND, k_BSMD, v_BSMD), grad_BSND) for name in names})
+    runs = {name: _both_ways(name, (q_BSND, k_BSMD, v_BSMD), grad_BSND) for name in names}
+    return under_load(runnable(runs))
 
 
 def _both_ways(name: str, heads: tuple[Tensor, Tensor, Tensor], grad_BSND: Tensor) -> Callable[[], object]:

@@ -7,6 +7,7 @@ median of the rounds counts; turns of a few calls favour what draws more power (
 
 import math
 import statistics
+import warnings
 from collections.abc import Callable, Mapping
 
 import torch
@@ -20,6 +21,24 @@ HOPELESS = 1.1  # a candidate this many times slower than the best of the first 
 Candidates = Mapping[str, Callable[[], object]]
 # Mean seconds of so many calls in a row.
 Timer = Callable[[Callable[[], object], int], float]
+
+
+def runnable(candidates: Candidates) -> Candidates:
+    """Those whose first call ends, with a warning for each other one: optional packages may not fit a machine.
+
+    RuntimeError where none does.
+    """
+    found: dict[str, Callable[[], object]] = {}
+    for name, run in candidates.items():
+        try:
+            run()
+        except Exception as error:  # noqa: BLE001 - whatever a package of others raises
+            warnings.warn(f"{name} is left out, as it does not run here: {error!r}", RuntimeWarning, stacklevel=2)
+        else:
+            found[name] = run
+    if not found:
+        raise RuntimeError(f"none of {', '.join(candidates)} runs here")
+    return found
 
 
 def under_load(candidates: Candidates, timed: Timer | None = None) -> dict[str, float]:

@@ -20,7 +20,7 @@ from torch import Tensor
 from moeplan.errors import InvalidInputError
 from moeplan.executor import attention_tuning
 from moeplan.executor.attention_tuning import attention_key, attention_shape, measure_attention
-from moeplan.executor.candidate_timing import under_load
+from moeplan.executor.candidate_timing import runnable, under_load
 from moeplan.executor.mesh import Mesh
 from moeplan.files import write_text_atomically
 from moeplan.kernels import flash_attention, grouped_gemm, grouped_gemm_quack, grouped_weight_grad
@@ -174,7 +174,7 @@ def _measure(shape: Shape, num_rows: int, device: torch.device, *, is_paired: bo
         parts.append(Operands(x_RH.clone(), grad_RF.clone(), offsets_E))
     additions = {name: partial(add_parts_, main, parts, backend=name) for name in names}
     return {
-        grouped_gemm.OPERATION: under_load(forward),
-        grouped_gemm.INPUT_GRAD: under_load(input_grad),
-        grouped_weight_grad.OPERATION: under_load(additions),
+        grouped_gemm.OPERATION: under_load(runnable(forward)),
+        grouped_gemm.INPUT_GRAD: under_load(runnable(input_grad)),
+        grouped_weight_grad.OPERATION: under_load(runnable(additions)),
     }

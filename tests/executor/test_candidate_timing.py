@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from moeplan.executor.candidate_timing import NUM_ROUNDS, WARM_UP_S, Timer, cuda_timed, under_load
+from moeplan.executor.candidate_timing import NUM_ROUNDS, WARM_UP_S, Timer, cuda_timed, runnable, under_load
 
 LIMIT_W = 700.0
 LAG_S = 0.03  # in which the power limit follows what runs
@@ -103,3 +103,15 @@ def test_the_longer_of_two_takes_longer() -> None:
     times_s = under_load(candidates)
     assert 0 < times_s["short"] < times_s["long"]
     assert cuda_timed(lambda: x + 1, 3) > 0
+
+
+def test_what_does_not_run_is_left_out_with_a_warning() -> None:
+    def broken() -> None:
+        raise ImportError("no such library")
+
+    gpu = FakeGpu()
+    works = gpu.kernel("works", 1e-3, 100.0)
+    with pytest.warns(RuntimeWarning, match=r"other is left out.*no such library"):
+        assert list(runnable({"works": works, "other": broken})) == ["works"]
+    with pytest.warns(RuntimeWarning), pytest.raises(RuntimeError, match="none of other runs here"):
+        runnable({"other": broken})
