@@ -7,13 +7,11 @@ differ in rounding.
 Shapes: B sequences of S tokens, N query heads over M key-value heads, D width of a head.
 """
 
-from functools import cache
-from importlib.metadata import PackageNotFoundError, version
-
 import torch
 from torch import Tensor
 
 from moeplan.kernels.back_end_choice import Shape
+from moeplan.kernels.optional_package import version_in_series
 
 OPERATION = "attention"
 NAME = "flash_attn_4"
@@ -22,14 +20,9 @@ _SERIES = "4."
 _MOST_WIDE = 128  # heads, as tested here; the package takes 256
 
 
-@cache
 def installed_version() -> str | None:
-    """Of the package where it is here and of the series that is called, else None."""
-    try:
-        found = version(PACKAGE)
-    except PackageNotFoundError:
-        return None
-    return found if found.startswith(_SERIES) else None
+    """Of the package, where these calls fit it."""
+    return version_in_series(PACKAGE, _SERIES)
 
 
 def takes(q_BSND: Tensor, v_BSMD: Tensor) -> bool:

@@ -11,7 +11,6 @@ Shapes: T rows sorted by expert, H input width, F output width, E experts.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from moeplan.kernels.main_grad import MainGrad
+from moeplan.kernels.optional_package import version_in_series
 from moeplan.kernels.weight_grad_pairs import Operands
 
 PACKAGE = "quack-kernels"
@@ -51,14 +51,9 @@ TILES = {
 }
 
 
-@cache
 def installed_version() -> str | None:
-    """Of the package where it is one that these calls fit, else None."""
-    try:
-        found = version(PACKAGE)
-    except PackageNotFoundError:
-        return None
-    return found if found.startswith(_SERIES) else None
+    """Of the package, where these calls fit it."""
+    return version_in_series(PACKAGE, _SERIES)
 
 
 def takes(x_TH: Tensor, weight_EHF: Tensor) -> bool:

@@ -1,5 +1,3 @@
-from importlib.metadata import PackageNotFoundError
-
 import pytest
 import torch
 from torch.nn import functional as F
@@ -12,22 +10,6 @@ def _heads(S: int, N: int, M: int, D: int, device: str) -> tuple[torch.Tensor, .
     generator = torch.Generator().manual_seed(S + N)
     sizes = ((N, D), (M, D), (M, D))
     return tuple(torch.randn(2, S, *size, generator=generator).bfloat16().to(device).requires_grad_() for size in sizes)
-
-
-@pytest.mark.parametrize("found, expected", [("4.0.0b36", "4.0.0b36"), ("5.0.0", None), (None, None)])
-def test_another_series_of_the_package_is_left_alone(
-    found: str | None, expected: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def version(package: str) -> str:
-        assert package == "flash-attn-4"
-        if found is None:
-            raise PackageNotFoundError(package)
-        return found
-
-    monkeypatch.setattr(flash_attention, "version", version)
-    flash_attention.installed_version.cache_clear()
-    assert flash_attention.installed_version() == expected
-    flash_attention.installed_version.cache_clear()
 
 
 def test_a_cpu_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:

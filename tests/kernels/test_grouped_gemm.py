@@ -1,7 +1,6 @@
 """What every grouped GEMM back end must do; a new one inherits Contract."""
 
 import itertools
-from importlib.metadata import PackageNotFoundError
 from typing import Any
 
 import pytest
@@ -116,22 +115,6 @@ def test_without_the_package_nothing_is_taken(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(grouped_gemm_quack, "installed_version", lambda: None)
     x_TH, weight_EHF, *_ = _case([3, 5], 8, 16, torch.bfloat16)
     assert not grouped_gemm_quack.takes(x_TH, weight_EHF)
-
-
-@pytest.mark.parametrize("found, expected", [("0.6.5", "0.6.5"), ("0.7.0", None), (None, None)])
-def test_another_series_of_the_package_is_left_alone(
-    found: str | None, expected: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def version(package: str) -> str:
-        assert package == "quack-kernels"
-        if found is None:
-            raise PackageNotFoundError(package)
-        return found
-
-    monkeypatch.setattr(grouped_gemm_quack, "version", version)
-    grouped_gemm_quack.installed_version.cache_clear()
-    assert grouped_gemm_quack.installed_version() == expected
-    grouped_gemm_quack.installed_version.cache_clear()
 
 
 def test_quack_gets_its_operands_with_rows_counted_from_zero(monkeypatch: pytest.MonkeyPatch) -> None:
