@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moeplan.executor.attention import SDPA, causal_attention
+from moeplan.executor.candidate_timing import runnable, under_load
 from moeplan.executor.kernel_tuning import product_candidates
 from moeplan.executor.microbench_cuda_window import CudaWindow, graphed
 from moeplan.executor.microbench_window import Reading
@@ -76,9 +77,10 @@ class _ThreeLayouts:
 
 
 def grouped_gemm(window: CudaWindow) -> list[Reading]:
-    """Both expert products of a SwiGLU layer, forward and both gradients together, by the faster of the back ends.
+    """Both expert products of a SwiGLU layer, forward and both gradients together, by the fastest of the back ends.
 
-    Those are what ``kernel_tuning`` chooses from before a run. At PHASE_ROWS each pass is also read apart, as
+    Those are what ``kernel_tuning`` chooses from before a run, compared as it does; weight gradients are of the inputs'
+    dtype here, by grouped_mm. At PHASE_ROWS each pass is also read apart, as
     ``grouped_gemm.PHASE.NUM_EXPERTS``, by grouped_mm.
     """
     readings = []
@@ -86,17 +88,19 @@ def grouped_gemm(window: CudaWindow) -> list[Reading]:
         for rows in EXPERT_ROWS:
             steps = [_GroupedStep(E, rows, hidden, 2 * ffn), _GroupedStep(E, rows, ffn, hidden)]
             flops = sum(step.flops for step in steps)
-            by_backend = []
-            for backend in product_candidates(steps[0].x_RH, steps[0].weight_EHF):
-                both = partial(_run_all, [partial(step.all_passes, backend) for step in steps])
-                by_backend.append(window.rates(3 * flops, both, window.long_s))
-            readings.append(Reading(f"grouped_gemm.{E}", rows, max(by_backend, key=statistics.median)))
+            runs = {
+                backend: partial(_run_all, [partial(step.all_passes, backend) for step in steps])
+                for backend in product_candidates(steps[0].x_RH, steps[0].weight_EHF)
+            }
+            times_s = under_load(runnable(runs))
+            fastest = runs[min(times_s, key=lambda name: times_s[name])]
+            readings.append(Reading(f"grouped_gemm.{E}", rows, window.rates(3 * flops, fastest, window.long_s)))
             if rows == PHASE_ROWS:
                 for phase in ("forward", "input_gradient", "weight_gradient"):
                     one = partial(_run_all, [getattr(step, phase) for step in steps])
                     rates = window.rates(flops, one, window.short_s)
                     readings.append(Reading(f"grouped_gemm.{phase}.{E}", rows, rates))
-            del steps, both
+            del steps, runs, fastest
     return readings
 
 
