@@ -11,6 +11,7 @@ from torch import Tensor
 
 from moeplan.executor.attention import SDPA, causal_attention
 from moeplan.executor.candidate_timing import runnable, under_load
+from moeplan.executor.dtypes import plan_dtypes
 from moeplan.executor.mesh import Mesh
 from moeplan.kernels import flash_attention
 from moeplan.mixers import GqaAttention
@@ -31,10 +32,12 @@ def attention_key(plan: Plan, shape: tuple[int, ...]) -> str | None:
     """What names a comparison; None where there is nothing to compare.
 
     Each rank has whole sequences of the plan's length, or nobody asks: parts and short documents have their own calls.
+    FlashAttention takes 16-bit heads of one width.
     """
     is_whole = plan.folding.cp == 1 and not plan.dynamic_cp
+    is_taken = plan_dtypes(plan).param == torch.bfloat16 and shape[2] == shape[3]
     version = flash_attention.installed_version()
-    if version is None or not is_whole or shape[2] != shape[3]:
+    if version is None or not is_whole or not is_taken:
         return None
     heads = "x".join(map(str, shape))
     return f"flash_attn {version}, attention {heads}, {plan.mbs} x {plan.seq_len}, bf16, under load"

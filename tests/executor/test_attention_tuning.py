@@ -34,17 +34,18 @@ def test_heads_are_those_of_a_rank() -> None:
 
 
 def test_whole_sequences_are_compared() -> None:
-    plan = tiny_plan(GQA_MODEL, 1)
+    plan = tiny_plan(GQA_MODEL, 1, precision="bf16")
     key = _key(plan)
     assert key is not None
     assert f"{plan.mbs} x {plan.seq_len}" in key
 
 
-def test_parts_of_sequences_and_unequal_widths_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _key(tiny_plan(GQA_MODEL, 2, cp=2)) is None
-    assert _key(tiny_plan(MLA_MODEL, 1)) is None
+def test_parts_of_sequences_unequal_widths_and_wide_numbers_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _key(tiny_plan(GQA_MODEL, 2, cp=2, precision="bf16")) is None
+    assert _key(tiny_plan(MLA_MODEL, 1, precision="bf16")) is None
+    assert _key(tiny_plan(GQA_MODEL, 1, precision="fp32")) is None
     monkeypatch.setattr(flash_attention, "installed_version", lambda: None)
-    assert _key(tiny_plan(GQA_MODEL, 1)) is None
+    assert _key(tiny_plan(GQA_MODEL, 1, precision="bf16")) is None
 
 
 def test_the_fastest_is_chosen_for_any_precision(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
