@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from moeplan.executor.attention import SDPA, causal_attention
-from moeplan.executor.candidate_timing import runnable, under_load
+from moeplan.executor.candidate_timing import compare
 from moeplan.executor.dtypes import plan_dtypes
 from moeplan.executor.mesh import Mesh
 from moeplan.kernels import flash_attention
+from moeplan.kernels.optional_package import with_compiler
 from moeplan.mixers import GqaAttention
 from moeplan.plan import Plan
 
@@ -31,16 +32,21 @@ def attention_shape(plan: Plan, mesh: Mesh) -> tuple[int, ...]:
 def attention_key(plan: Plan, shape: tuple[int, ...]) -> str | None:
     """What names a comparison; None where there is nothing to compare.
 
-    Each rank has whole sequences of the plan's length, or nobody asks: parts and short documents have their own calls.
+    Sequences are whole and one document each, as they are timed, and some layer sees all of its past without sinks.
     FlashAttention takes 16-bit heads of one width.
     """
-    is_whole = plan.folding.cp == 1 and not plan.dynamic_cp
+    model, version = plan.model, flash_attention.installed_version()
+    is_whole = plan.folding.cp == 1 and not plan.dynamic_cp and len(plan.documents) == 1
+    is_plain = True
+    if isinstance(attention := model.attention, GqaAttention):
+        is_short = attention.sliding_window is not None and attention.sliding_window < plan.seq_len
+        is_masked = is_short and all(model.is_windowed(layer) for layer in range(model.num_layers))
+        is_plain = not (is_masked or attention.sinks)
     is_taken = plan_dtypes(plan).param == torch.bfloat16 and shape[2] == shape[3]
-    version = flash_attention.installed_version()
-    if version is None or not is_whole or not is_taken:
+    if version is None or not (is_whole and is_plain and is_taken):
         return None
     heads = "x".join(map(str, shape))
-    return f"flash_attn {version}, attention {heads}, {plan.mbs} x {plan.seq_len}, bf16, under load"
+    return f"flash_attn {with_compiler(version)}, attention {heads}, {plan.mbs} x {plan.seq_len}, bf16, under load"
 
 
 def measure_attention(plan: Plan, shape: tuple[int, ...], device: torch.device) -> dict[str, float]:
@@ -54,7 +60,7 @@ def measure_attention(plan: Plan, shape: tuple[int, ...], device: torch.device) 
     names = [SDPA] + [flash_attention.NAME] * flash_attention.takes(q_BSND, v_BSMD)
     grad_BSND = torch.randn_like(q_BSND)
     runs = {name: _both_ways(name, (q_BSND, k_BSMD, v_BSMD), grad_BSND) for name in names}
-    return under_load(runnable(runs))
+    return compare(runs)
 
 
 def _both_ways(name: str, heads: tuple[Tensor, Tensor, Tensor], grad_BSND: Tensor) -> Callable[[], object]:

@@ -41,6 +41,11 @@ def runnable(candidates: Candidates) -> Candidates:
     return found
 
 
+def compare(candidates: Candidates) -> dict[str, float]:
+    """As :func:`under_load` of those that are :func:`runnable`; infinite seconds for each other one."""
+    return dict.fromkeys(candidates, math.inf) | under_load(runnable(candidates))
+
+
 def under_load(candidates: Candidates, timed: Timer | None = None) -> dict[str, float]:
     """Seconds a call of each: the median of its windows, or the only one where the first showed it hopeless.
 

@@ -7,6 +7,7 @@ Shapes: E experts of this rank, R rows, H input width, F output width.
 """
 
 import json
+import math
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
@@ -20,13 +21,14 @@ from torch import Tensor
 from moeplan.errors import InvalidInputError
 from moeplan.executor import attention_tuning
 from moeplan.executor.attention_tuning import attention_key, attention_shape, measure_attention
-from moeplan.executor.candidate_timing import runnable, under_load
+from moeplan.executor.candidate_timing import compare
 from moeplan.executor.mesh import Mesh
 from moeplan.files import write_text_atomically
 from moeplan.kernels import flash_attention, grouped_gemm, grouped_gemm_quack, grouped_weight_grad
 from moeplan.kernels.back_end_choice import Shape, choices, choose
 from moeplan.kernels.grouped_weight_grad import TRITON, add_parts_, triton_takes
 from moeplan.kernels.main_grad import MainGrad
+from moeplan.kernels.optional_package import with_compiler
 from moeplan.kernels.weight_grad_pairs import Operands
 from moeplan.plan import Plan
 from moeplan.vocabulary import ExpertMatrix
@@ -85,15 +87,28 @@ def tune(
         if key not in known:
             report(f"timing kernels for {key} (kept in {path})")
             known[key] = measure()
-            with suppress(InvalidInputError):  # a folder that cannot be written costs the next run a second
-                write_text_atomically(path, json.dumps(known, indent=2, sort_keys=True) + "\n")
+            _keep(path, known)
         for operation, times_s in known[key].items():
+            if operation == grouped_weight_grad.OPERATION and plan.grad_dtype != "fp32":
+                continue  # timed as additions to fp32
             barred = _barred(plan, times_s, shape)
-            allowed = [name for name in times_s if name in _BACK_ENDS.get(operation, ()) and name not in barred]
+            runs = [name for name, time_s in times_s.items() if math.isfinite(time_s)]
+            allowed = [name for name in runs if name in _BACK_ENDS.get(operation, ()) and name not in barred]
             if allowed:  # another version may have left other names
                 choose(operation, shape, min(allowed, key=lambda name: times_s[name]))
     torch.cuda.empty_cache()
     return choices()
+
+
+def _keep(path: Path, known: Mapping[str, _Times]) -> None:
+    """Remember comparisons in which every candidate ran: what failed once, for want of memory say, is tried again."""
+    whole = {key: by_operation for key, by_operation in known.items() if _is_whole(by_operation)}
+    with suppress(InvalidInputError):  # a folder that cannot be written costs the next run half a minute
+        write_text_atomically(path, json.dumps(whole, indent=2, sort_keys=True) + "\n")
+
+
+def _is_whole(by_operation: _Times) -> bool:
+    return all(math.isfinite(time_s) for times_s in by_operation.values() for time_s in times_s.values())
 
 
 def _comparisons(plan: Plan, mesh: Mesh, device: torch.device) -> Iterator[_Comparison]:
@@ -119,6 +134,8 @@ def _barred(plan: Plan, times_s: Mapping[str, float], shape: Shape) -> set[str]:
         barred.add("by_expert")
     if plan.cuda_graph:  # nobody has captured these here yet
         barred |= {flash_attention.NAME, *grouped_gemm_quack.TILES}
+    if plan.folding.ep > 1 or plan.dynamic_cp:  # it keeps a launch plan for each number of rows, and drops none
+        barred |= set(grouped_gemm_quack.TILES)
     return barred
 
 
@@ -148,7 +165,7 @@ def _read(path: Path) -> dict[str, _Times]:
 
 def _experts_key(shape: Shape, num_rows: int, *, is_paired: bool) -> str:
     quack = grouped_gemm_quack.installed_version()
-    with_quack = f"quack {quack}, " if quack else ""
+    with_quack = f"quack {with_compiler(quack)}, " if quack else ""
     what = f"{'x'.join(map(str, shape))}, {num_rows} rows, bf16 into fp32{' of two micro-batches' if is_paired else ''}"
     return f"{with_quack}{what}, each product in rounds under load"
 
@@ -174,7 +191,7 @@ def _measure(shape: Shape, num_rows: int, device: torch.device, *, is_paired: bo
         parts.append(Operands(x_RH.clone(), grad_RF.clone(), offsets_E))
     additions = {name: partial(add_parts_, main, parts, backend=name) for name in names}
     return {
-        grouped_gemm.OPERATION: under_load(runnable(forward)),
-        grouped_gemm.INPUT_GRAD: under_load(runnable(input_grad)),
-        grouped_weight_grad.OPERATION: under_load(runnable(additions)),
+        grouped_gemm.OPERATION: compare(forward),
+        grouped_gemm.INPUT_GRAD: compare(input_grad),
+        grouped_weight_grad.OPERATION: compare(additions),
     }

@@ -7,7 +7,8 @@ Shapes: M shorter output side, N longer, K inner, E experts, R rows, H width in,
 """
 
 import statistics
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moeplan.executor.attention import SDPA, causal_attention
-from moeplan.executor.candidate_timing import runnable, under_load
+from moeplan.executor.candidate_timing import compare
 from moeplan.executor.kernel_tuning import product_candidates
 from moeplan.executor.microbench_cuda_window import CudaWindow, graphed
 from moeplan.executor.microbench_window import Reading
@@ -92,7 +93,7 @@ def grouped_gemm(window: CudaWindow) -> list[Reading]:
                 backend: partial(_run_all, [partial(step.all_passes, backend) for step in steps])
                 for backend in product_candidates(steps[0].x_RH, steps[0].weight_EHF)
             }
-            times_s = under_load(runnable(runs))
+            times_s = compare(runs)
             fastest = runs[min(times_s, key=lambda name: times_s[name])]
             readings.append(Reading(f"grouped_gemm.{E}", rows, window.rates(3 * flops, fastest, window.long_s)))
             if rows == PHASE_ROWS:
@@ -138,33 +139,42 @@ class _GroupedStep:
 def attention(window: CudaWindow) -> list[Reading]:
     """Causal attention of NUM_TOKENS tokens by sequence length: forward's 2 products, backward's 5, causal halved.
 
-    By the back end whose backward is faster, as a run chooses.
-    A pair of head widths that no fused kernel takes leaves no reading.
+    By the back end that takes less for both, as a run chooses. Head widths that no fused kernel takes leave no reading.
     """
     readings = []
     for qk_dim, v_dim in HEAD_DIMS:
         for L in (1024, 2048, 4096, 8192, 16_384):
-            try:
-                steps = [_AttentionStep(L, qk_dim, v_dim, backend) for backend in _attention_back_ends(qk_dim, v_dim)]
-                for step in steps:
-                    step.backward()
-            except RuntimeError:
+            flops = [NUM_TOKENS * L * NUM_HEADS * width for width in (qk_dim + v_dim, 3 * qk_dim + 2 * v_dim)]
+            by_backend = [
+                [window.rates(work, run, window.short_s) for work, run in zip(flops, passes, strict=True)]
+                for passes in _attention_passes(L, qk_dim, v_dim)
+            ]
+            if not by_backend:
                 continue
-            name = f"{qk_dim}.{v_dim}"
-            forward_flops = NUM_TOKENS * L * NUM_HEADS * (qk_dim + v_dim)
-            backward_flops = NUM_TOKENS * L * NUM_HEADS * (3 * qk_dim + 2 * v_dim)
-            fwd = [window.rates(forward_flops, step.forward, window.short_s) for step in steps]
-            bwd = [window.rates(backward_flops, step.backward, window.short_s) for step in steps]
-            fastest = max(range(len(bwd)), key=lambda index: statistics.median(bwd[index]))
-            readings.append(Reading(f"attention.fwd.{name}", L, fwd[fastest]))
-            readings.append(Reading(f"attention.bwd.{name}", L, bwd[fastest]))
+            fwd, bwd = min(
+                by_backend,
+                key=lambda rates: sum(work / statistics.median(rate) for work, rate in zip(flops, rates, strict=True)),
+            )
+            readings.append(Reading(f"attention.fwd.{qk_dim}.{v_dim}", L, fwd))
+            readings.append(Reading(f"attention.bwd.{qk_dim}.{v_dim}", L, bwd))
     return readings
 
 
-def _attention_back_ends(qk_dim: int, v_dim: int) -> list[str]:
-    """What a run chooses from for these heads."""
-    q, v = _normal(1, 1, 1, qk_dim), _normal(1, 1, 1, v_dim)
-    return [SDPA] + [flash_attention.NAME] * flash_attention.takes(q, v)
+def _attention_passes(L: int, qk_dim: int, v_dim: int) -> Iterator[tuple[Callable[[], object], Callable[[], object]]]:
+    """Forward and backward of each back end that runs here."""
+    names = [SDPA] + [flash_attention.NAME] * flash_attention.takes(_normal(1, 1, 1, qk_dim), _normal(1, 1, 1, v_dim))
+    for name in names:
+        try:
+            step = _AttentionStep(L, qk_dim, v_dim, name)
+            step.backward()
+        except Exception as error:  # noqa: BLE001 - no fused kernel, or whatever an optional package raises
+            warnings.warn(
+                f"attention of {L} tokens, {qk_dim} and {v_dim} wide, by {name}: {error!r}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            continue
+        yield step.forward, step.backward
 
 
 class _AttentionStep:

@@ -2,8 +2,8 @@
 
 Their products run in warpgroups that take turns at the tensor cores or share a tile, fed by bulk copies that a cluster
 of two shares, so an output leaves while the next tile multiplies; weight gradients are added to fp32 by bulk
-reductions. One H200 at its power limit, ms, 128 experts of 1024 rows, 768 x 2048: forward 0.73 (grouped_mm 0.82), input
-gradient 0.70 (0.80), weight gradient 0.79 (``triton`` 1.02 alone, 0.86 in pairs). Compiled when first used, 1 s a tile.
+reductions. One H200 at its power limit, ms, 128 experts of 1024 rows, 768 x 2048: forward 0.72 (grouped_mm 0.82), input
+gradient 0.69 (0.75), weight gradient 0.81 (``triton`` 1.07 alone, 0.85 in pairs). Compiled when first used, 1 s a tile.
 
 Shapes: T rows sorted by expert, H input width, F output width, E experts.
 """

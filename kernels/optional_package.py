@@ -12,3 +12,8 @@ def version_in_series(package: str, series: str) -> str | None:
     except PackageNotFoundError:
         return None
     return found if found.startswith(series) else None
+
+
+def with_compiler(package_version: str) -> str:
+    """A version of quack or FlashAttention beside that of the compiler they share, for what is remembered of both."""
+    return f"{package_version} by cutlass-dsl {version_in_series('nvidia-cutlass-dsl', '')}"

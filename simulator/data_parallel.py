@@ -56,7 +56,6 @@ def step_ends(model: ModelSpec, point: Point, stack: StackTime, profile: Hardwar
     state_bytes = main_weight_bytes(point) + 2 * DTYPE_BYTES[point.moment_dtype]
     on_host_frac = point.optimizer_cpu_frac
     bandwidth = profile.hbm_bytes_per_s.value * stack.optimizer_efficiency_frac.value
-    zeroed_frac = float(stack.zeroes_main_grads)
     ends = []
     splits = stack.splits_mtp_projection
     for parameters in rank_parameters(
@@ -83,7 +82,8 @@ def step_ends(model: ModelSpec, point: Point, stack: StackTime, profile: Hardwar
             own = held / group.num_ranks if is_sharded else held
             # Adam, the norm's read of gradients, zeroing them where a stack does, requantizing weights once a step.
             requantize = quantized * (precision.param_bytes + precision.quantized_weight_bytes)
-            moved += own * (update_bytes * (1 - on_host_frac) + grad_bytes) + zeroed_frac * held * grad_bytes
+            zeroed = held if stack.zeroes_main_grads else own * (point.sharding == "full")  # units add to parts
+            moved += own * (update_bytes * (1 - on_host_frac) + grad_bytes) + zeroed * grad_bytes
             host_s += host_adam_s(own * on_host_frac, profile)
             if point.offload_optimizer_states:
                 host_s += states_back_s(own * state_bytes, profile)

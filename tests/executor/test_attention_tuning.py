@@ -1,4 +1,5 @@
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,10 @@ from moeplan.kernels import flash_attention
 from moeplan.kernels.back_end_choice import choices, choose, forget
 from moeplan.plan import Plan
 from tests.executor.cases import GQA_MODEL, MLA_MODEL, tiny_plan
+
+PLAIN_MODEL = GQA_MODEL.model_copy(
+    update={"attention": GQA_MODEL.attention.model_copy(update={"sliding_window": None})}
+)
 
 
 @pytest.fixture(autouse=True)
@@ -27,25 +32,42 @@ def _key(plan: Plan) -> str | None:
 
 def test_heads_are_those_of_a_rank() -> None:
     attention = GQA_MODEL.attention
-    plan = tiny_plan(GQA_MODEL, 2, tp=2)
+    plan = tiny_plan(PLAIN_MODEL, 2, tp=2)
     heads = attention_shape(plan, build_mesh(plan.folding, 0))
     assert heads[0] == attention.num_heads // 2
     assert heads[2:] == (attention.qk_head_dim, attention.v_head_dim)
 
 
 def test_whole_sequences_are_compared() -> None:
-    plan = tiny_plan(GQA_MODEL, 1, precision="bf16")
+    plan = tiny_plan(PLAIN_MODEL, 1, precision="bf16")
     key = _key(plan)
     assert key is not None
     assert f"{plan.mbs} x {plan.seq_len}" in key
 
 
 def test_parts_of_sequences_unequal_widths_and_wide_numbers_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _key(tiny_plan(GQA_MODEL, 2, cp=2, precision="bf16")) is None
+    assert _key(tiny_plan(PLAIN_MODEL, 2, cp=2, precision="bf16")) is None
     assert _key(tiny_plan(MLA_MODEL, 1, precision="bf16")) is None
-    assert _key(tiny_plan(GQA_MODEL, 1, precision="fp32")) is None
+    assert _key(tiny_plan(PLAIN_MODEL, 1, precision="fp32")) is None
+    plan = tiny_plan(PLAIN_MODEL, 1, precision="bf16")
+    assert _key(plan.replace(packed_lengths=(plan.seq_len // 4, plan.seq_len - plan.seq_len // 4))) is None
     monkeypatch.setattr(flash_attention, "installed_version", lambda: None)
-    assert _key(tiny_plan(GQA_MODEL, 1, precision="bf16")) is None
+    assert _key(plan) is None
+
+
+@pytest.mark.parametrize(
+    "changes, is_compared",
+    [
+        ({"sinks": True}, False),
+        ({"sliding_window": 4}, False),
+        ({"sliding_window": 4096}, True),
+        ({"sliding_window": 4, "sliding_period": 2}, True),
+    ],
+)
+def test_heads_that_only_masks_or_sinks_see_are_not(changes: dict[str, Any], is_compared: bool) -> None:
+    attention = PLAIN_MODEL.attention.model_copy(update=changes)
+    model = PLAIN_MODEL.model_copy(update={"attention": attention})
+    assert (_key(tiny_plan(model, 1, precision="bf16")) is not None) == is_compared
 
 
 def test_the_fastest_is_chosen_for_any_precision(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
@@ -53,7 +75,7 @@ def test_the_fastest_is_chosen_for_any_precision(monkeypatch: pytest.MonkeyPatch
     times_s = {"sdpa": 2.0, flash_attention.NAME: 1.0}
     monkeypatch.setattr(kernel_tuning, "measure_attention", lambda *_: times_s)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
-    plan = tiny_plan(GQA_MODEL, 1, precision="fp8_current")
+    plan = tiny_plan(PLAIN_MODEL, 1, precision="fp8_current")
     kernel_tuning.tune(plan, build_mesh(plan.folding, 0), torch.device("cuda", 0))
     assert list(choices().values()) == [flash_attention.NAME]
 
@@ -69,7 +91,7 @@ def test_the_chosen_one_runs_where_nothing_is_masked(monkeypatch: pytest.MonkeyP
 
 
 def test_a_machine_without_the_package_has_one_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_tuning, "under_load", lambda candidates: dict.fromkeys(candidates, 1.0))
-    plan = tiny_plan(GQA_MODEL, 1)
+    monkeypatch.setattr(attention_tuning, "compare", lambda candidates: dict.fromkeys(candidates, 1.0))
+    plan = tiny_plan(PLAIN_MODEL, 1)
     shape = attention_shape(plan, build_mesh(plan.folding, 0))
     assert attention_tuning.measure_attention(plan, shape, torch.device("cpu")) == {"sdpa": 1.0}

@@ -1,12 +1,14 @@
 """Comparing candidates on a GPU whose clock follows the power that its calls draw: a model of it, without waiting."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
 import torch
 
-from moeplan.executor.candidate_timing import NUM_ROUNDS, WARM_UP_S, Timer, cuda_timed, runnable, under_load
+from moeplan.executor import candidate_timing
+from moeplan.executor.candidate_timing import NUM_ROUNDS, WARM_UP_S, Timer, compare, cuda_timed, runnable, under_load
 
 LIMIT_W = 700.0
 LAG_S = 0.03  # in which the power limit follows what runs
@@ -105,7 +107,7 @@ def test_the_longer_of_two_takes_longer() -> None:
     assert cuda_timed(lambda: x + 1, 3) > 0
 
 
-def test_what_does_not_run_is_left_out_with_a_warning() -> None:
+def test_what_does_not_run_is_left_out_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> None:
         raise ImportError("no such library")
 
@@ -113,5 +115,8 @@ def test_what_does_not_run_is_left_out_with_a_warning() -> None:
     works = gpu.kernel("works", 1e-3, 100.0)
     with pytest.warns(RuntimeWarning, match=r"other is left out.*no such library"):
         assert list(runnable({"works": works, "other": broken})) == ["works"]
+    monkeypatch.setattr(candidate_timing, "cuda_timed", gpu.timed)
+    with pytest.warns(RuntimeWarning):
+        assert compare({"works": works, "other": broken}) == pytest.approx({"works": 1e-3, "other": math.inf})
     with pytest.warns(RuntimeWarning), pytest.raises(RuntimeError, match="none of other runs here"):
         runnable({"other": broken})

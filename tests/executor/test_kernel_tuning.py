@@ -1,6 +1,7 @@
 """Choices of back ends: what is tuned, remembered and taken up again. Timing itself needs a GPU."""
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from moeplan.executor import kernel_tuning
 from moeplan.executor.kernel_tuning import FOLDER_VARIABLE, LEAST_PRODUCT_S, cache_path, expert_shapes, tune
 from moeplan.executor.mesh import build_mesh
 from moeplan.kernels.back_end_choice import choices, forget
+from moeplan.plan import Plan
 from tests.executor.cases import GQA_MODEL, tiny_plan
 
 PLAN = tiny_plan(GQA_MODEL, 1, precision="bf16")
@@ -144,3 +146,34 @@ def test_a_pair_of_gradients_is_timed_as_one(monkeypatch: pytest.MonkeyPatch) ->
     asked.clear()
     tune(PLAN, mesh, device)
     assert asked == {second: False}
+
+
+def _choices_of(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """What is chosen where quack was timed fastest for everything."""
+    times_s = {name: {"torch": 2.0, "quack_128x192": 1.0} for name in ("grouped_gemm", "grouped_weight_grad")}
+    monkeypatch.setattr(kernel_tuning, "_measure", lambda *_, **__: times_s)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
+    forget()
+    found = tune(plan, build_mesh(plan.folding, 0), torch.device("cuda", 0))
+    return {f"{name.split()[0]} by {backend}" for name, backend in found.items()}
+
+
+def test_rows_that_differ_from_call_to_call_are_not_for_quack(monkeypatch: pytest.MonkeyPatch) -> None:
+    by_quack = {"grouped_gemm by quack_128x192", "grouped_weight_grad by quack_128x192"}
+    assert _choices_of(PLAN, monkeypatch) == by_quack
+    split = tiny_plan(GQA_MODEL, 2, ep=2, precision="bf16")
+    assert _choices_of(split, monkeypatch) == {"grouped_gemm by torch", "grouped_weight_grad by torch"}
+
+
+def test_an_addition_to_bf16_has_no_choice_timed_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _choices_of(PLAN.replace(grad_dtype="bf16"), monkeypatch) == {"grouped_gemm by quack_128x192"}
+
+
+def test_what_failed_once_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = [{"torch": 2.0, "by_expert": math.inf}, {"torch": 2.0, "by_expert": 1.0}]
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
+    for times_s, chosen in zip(seconds, ("torch", "by_expert"), strict=True):
+        monkeypatch.setattr(kernel_tuning, "_measure", lambda *_, times_s=times_s, **__: {"grouped_gemm": times_s})
+        forget()
+        assert set(tune(PLAN, build_mesh(PLAN.folding, 0), torch.device("cuda", 0)).values()) == {chosen}
+    assert len(json.loads(cache_path().read_text())) == 2
