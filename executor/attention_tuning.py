@@ -49,6 +49,11 @@ def attention_key(plan: Plan, shape: tuple[int, ...]) -> str | None:
     return f"flash_attn {with_compiler(version)}, attention {heads}, {plan.mbs} x {plan.seq_len}, bf16, under load"
 
 
+def attention_candidates(q_BSND: Tensor, v_BSMD: Tensor) -> list[str]:
+    """Back ends that may be fastest for these heads."""
+    return [SDPA] + [flash_attention.NAME] * flash_attention.takes(q_BSND, v_BSMD)
+
+
 def measure_attention(plan: Plan, shape: tuple[int, ...], device: torch.device) -> dict[str, float]:
     """Seconds of each candidate, forward and backward."""
     N, M, D, _ = shape
@@ -57,10 +62,9 @@ def measure_attention(plan: Plan, shape: tuple[int, ...], device: torch.device) 
         torch.randn((plan.mbs, plan.seq_len, heads, width), device=device).bfloat16().requires_grad_()
         for heads, width in sizes
     )
-    names = [SDPA] + [flash_attention.NAME] * flash_attention.takes(q_BSND, v_BSMD)
     grad_BSND = torch.randn_like(q_BSND)
-    runs = {name: _both_ways(name, (q_BSND, k_BSMD, v_BSMD), grad_BSND) for name in names}
-    return compare(runs)
+    names = attention_candidates(q_BSND, v_BSMD)
+    return compare({name: _both_ways(name, (q_BSND, k_BSMD, v_BSMD), grad_BSND) for name in names})
 
 
 def _both_ways(name: str, heads: tuple[Tensor, Tensor, Tensor], grad_BSND: Tensor) -> Callable[[], object]:

@@ -7,20 +7,19 @@ Shapes: M shorter output side, N longer, K inner, E experts, R rows, H width in,
 """
 
 import statistics
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moeplan.executor.attention import SDPA, causal_attention
-from moeplan.executor.candidate_timing import compare
+from moeplan.executor.attention import causal_attention
+from moeplan.executor.attention_tuning import attention_candidates
+from moeplan.executor.candidate_timing import compare, runnable
 from moeplan.executor.kernel_tuning import product_candidates
 from moeplan.executor.microbench_cuda_window import CudaWindow, graphed
 from moeplan.executor.microbench_window import Reading
-from moeplan.kernels import flash_attention
 from moeplan.kernels.grouped_gemm import grouped_gemm as grouped
 from moeplan.kernels.permute import permute, unpermute
 from moeplan.kernels.row_map import row_map
@@ -147,7 +146,7 @@ def attention(window: CudaWindow) -> list[Reading]:
             flops = [NUM_TOKENS * L * NUM_HEADS * width for width in (qk_dim + v_dim, 3 * qk_dim + 2 * v_dim)]
             by_backend = [
                 [window.rates(work, run, window.short_s) for work, run in zip(flops, passes, strict=True)]
-                for passes in _attention_passes(L, qk_dim, v_dim)
+                for passes in ((step.forward, step.backward) for step in _attention_steps(L, qk_dim, v_dim))
             ]
             if not by_backend:
                 continue
@@ -160,21 +159,14 @@ def attention(window: CudaWindow) -> list[Reading]:
     return readings
 
 
-def _attention_passes(L: int, qk_dim: int, v_dim: int) -> Iterator[tuple[Callable[[], object], Callable[[], object]]]:
-    """Forward and backward of each back end that runs here."""
-    names = [SDPA] + [flash_attention.NAME] * flash_attention.takes(_normal(1, 1, 1, qk_dim), _normal(1, 1, 1, v_dim))
-    for name in names:
-        try:
-            step = _AttentionStep(L, qk_dim, v_dim, name)
-            step.backward()
-        except Exception as error:  # noqa: BLE001 - no fused kernel, or whatever an optional package raises
-            warnings.warn(
-                f"attention of {L} tokens, {qk_dim} and {v_dim} wide, by {name}: {error!r}",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-            continue
-        yield step.forward, step.backward
+def _attention_steps(L: int, qk_dim: int, v_dim: int) -> list["_AttentionStep"]:
+    """One by each back end that runs here, both ways."""
+    names = attention_candidates(_normal(1, 1, 1, qk_dim), _normal(1, 1, 1, v_dim))
+    make = {name: partial(_AttentionStep, L, qk_dim, v_dim, name) for name in names}
+    try:
+        return [make[name]() for name in runnable(make)]
+    except RuntimeError:
+        return []
 
 
 class _AttentionStep:
@@ -186,6 +178,7 @@ class _AttentionStep:
         self.qkv = [_normal(batch, L, NUM_HEADS, width, requires_grad=True) for width in (qk_dim, qk_dim, v_dim)]
         self.out = self.forward()
         self.grad = torch.randn_like(self.out)
+        self.backward()  # a head width may fail in either pass
 
     def forward(self) -> Tensor:
         q, k, v = self.qkv

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from moeplan.errors import InvalidInputError
-from moeplan.executor import microbench
+from moeplan.executor import microbench, microbench_cuda
 from moeplan.executor.microbench_cuda import EXPERT_SHAPES, PHASE_ROWS
 from moeplan.executor.microbench_cuda_profile import base_profile, profile_from_cuda_readings
 from moeplan.executor.microbench_window import Reading
@@ -85,6 +85,23 @@ def test_a_gpu_without_preset_is_refused_with_the_way_out() -> None:
     with pytest.raises(InvalidInputError, match="no preset for 'Tesla T4'") as caught:
         base_profile("Tesla T4")
     assert "base = " in caught.value.hint
+
+
+@pytest.mark.parametrize("failing, left", [({"flash_attn_4"}, ["sdpa"]), ({"sdpa", "flash_attn_4"}, [])])
+def test_attention_that_does_not_run_leaves_the_other_back_end(
+    failing: set[str], left: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def step(*arguments: object) -> object:
+        if arguments[-1] in failing:
+            raise ImportError(f"no {arguments[-1]}")
+        return arguments[-1]
+
+    monkeypatch.setattr(microbench_cuda, "_normal", lambda *_: None)
+    monkeypatch.setattr(microbench_cuda, "attention_candidates", lambda *_: ["sdpa", "flash_attn_4"])
+    monkeypatch.setattr(microbench_cuda, "_AttentionStep", step)
+    with pytest.warns(RuntimeWarning, match="no flash_attn_4"):
+        found: list[Any] = list(microbench_cuda._attention_steps(4096, 128, 128))
+    assert found == left
 
 
 @pytest.mark.gpu
