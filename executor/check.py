@@ -37,8 +37,9 @@ def _plan_limits(plan: Plan) -> Iterator[tuple[str, object, str, str]]:
         yield "dispatch_sms", plan.dispatch_sms, "0, but for the libraries of flex", "leave dispatch_sms out"
     if plan.echo_slots and PRECISIONS[plan.precision].quantized_bytes is not None:
         yield "echo_slots", plan.echo_slots, "it with experts in bf16, fp32 or fp64", "leave echo_slots out"
-    if plan.paired_wgrad and PRECISIONS[plan.precision].quantized_bytes is not None:
-        yield "paired_wgrad", list(plan.paired_wgrad), "it with experts in bf16, fp32 or fp64", "leave paired_wgrad out"
+    if plan.paired_wgrad and plan.precision in {"mxfp8", "nvfp4"}:  # whose kernels would add the two one by one
+        allowed = "it with experts in FP8, bf16, fp32 or fp64"
+        yield "paired_wgrad", list(plan.paired_wgrad), allowed, "leave paired_wgrad out"
     if plan.cuda_graph:
         yield from _graph_limits(plan)
     if plan.dynamic_cp:

@@ -25,14 +25,15 @@ from moeplan.executor.pack_layout import PackLayout
 from moeplan.executor.paged_stash import PagedStash
 from moeplan.executor.parameters import ParameterTable, residual_std, split_piece, stack_piece
 from moeplan.executor.quantized import expert_gemm
-from moeplan.executor.quantized_experts import is_fused, quantized_experts
+from moeplan.executor.quantized_experts import is_fused, quantized_experts, quantized_experts_of_tokens
 from moeplan.executor.recompute import checkpointed, dropping_output
 from moeplan.executor.routed import Beside, route_tokens
 from moeplan.executor.router import Router
 from moeplan.executor.scopes import scope
 from moeplan.kernels.activation import activation
+from moeplan.kernels.permute import permute_probs
 from moeplan.kernels.router import Routing
-from moeplan.kernels.row_map import RowMap
+from moeplan.kernels.row_map import RowMap, row_map
 from moeplan.model_spec import ModelSpec, Moe
 from moeplan.plan import Plan
 
@@ -100,6 +101,17 @@ class Experts(nn.Module):
         with self.stash.holding(len(rows_RH)) if self.stash is not None else nullcontext():
             return self._run(rows_RH, probs_R, offsets_E, clones, copied)
 
+    @property
+    def takes_tokens(self) -> bool:
+        """Whether :meth:`run_on_tokens` can be asked, which never copies tokens in bf16."""
+        return self.in_bias_EG is None and is_fused(self.in_weight_EHF, self.out_weight_EFH, self.kind)
+
+    def run_on_tokens(self, x_LH: Tensor, probs_R: Tensor, rows: RowMap) -> Tensor:
+        """y_LH: each token's experts, which ``rows`` sorts its copies by, times ``probs_R``, summed."""
+        with self.stash.holding(len(probs_R)) if self.stash is not None else nullcontext():
+            weights = (self.in_weight_EHF, self.out_weight_EFH)
+            return quantized_experts_of_tokens(x_LH, probs_R, rows, weights, self.kind)
+
     def _run(
         self,
         rows_RH: Tensor,
@@ -152,6 +164,8 @@ class MoeBlock(nn.Module):
         self.dispatcher = build_dispatcher(plan, moe, mesh)
         self.experts = Experts(plan, moe, f"{name}.experts", mesh, table)
         self.nowhere = dispatch_options(plan, moe).num_experts  # the index of a dropped copy
+        # Nothing travels and nothing is dropped: copies need not exist before they are quantized.
+        self.keeps_tokens = mesh.etp_ep.size == 1 and plan.memory_efficient_permutation and plan.routing != "drop"
         self.needs_equal_ranks = plan.dispatcher != "alltoall" and mesh.etp_ep.size > 1
         self.echo = Echo(mesh, moe.num_experts, plan.echo_slots) if plan.echo_slots else None
         self.shared: Mlp | None = None
@@ -189,6 +203,11 @@ class MoeBlock(nn.Module):
 
     def _run_routed(self, x_LH: Tensor, routing: Routing, layout: PackLayout | None, beside: Beside | None) -> Tensor:
         """Each token's experts, summed; H is the latent's width where the model has one."""
+        if self.keeps_tokens and self.experts.takes_tokens:
+            with scope("permute"):
+                rows = row_map(routing.expert_index_TK, self.nowhere)
+                probs_R = permute_probs(routing.probs_TK, rows)
+            return self.experts.run_on_tokens(x_LH, probs_R, rows)
         if self.echo is None:
             return self._exchange(self._run_experts, x_LH, routing, layout, beside)
         echo_plan = self.echo.plan(routing.expert_index_TK)

@@ -2,7 +2,7 @@
 
 After each update every rank finds the largest magnitudes in its part of a weight (zero where it has none), the ranks
 take the largest of all, and each quantizes its own part, which are then gathered at a byte an element (report section
-5.3). Main weights are rounded to bf16 before, so that training is to the bit that of weights with a bf16 copy.
+5.3). Back ends round main weights to bf16 before, so that training is to the bit that of weights with a bf16 copy.
 """
 
 from collections.abc import Iterator, Sequence
@@ -136,10 +136,10 @@ class PrimaryBuffer(FlatBuffer):
         )
 
     def _own_part(self, span: Span, shape: tuple[int, ...]) -> Tensor:
-        """A weight in bf16 of which only this rank's part is not zero."""
+        """A weight of which only this rank's part is not zero: where all is this rank's, the main weight itself."""
         ours = span.overlap(self.updated)
         if ours == span:
-            return ours.after(self.updated.start).inside(self.main).to(torch.bfloat16).view(shape)
+            return ours.after(self.updated.start).inside(self.main).view(shape)
         part = torch.zeros(span.size, dtype=torch.bfloat16, device=self.main.device)
         ours.after(span.start).inside(part).copy_(ours.after(self.updated.start).inside(self.main))
         return part.view(shape)

@@ -19,7 +19,15 @@ from moeplan.executor.scopes import scope
 from moeplan.kernels.grouped_gemm import grouped_gemm
 from moeplan.kernels.main_grad import MainGrad, main_grad_of
 from moeplan.kernels.padded_rows import PaddedRows, dense_rows, padded_rows
-from moeplan.kernels.quantized_gemm import BACKENDS, Pair, QuantizedGemm, Stored, backend_of
+from moeplan.kernels.quantized_gemm import (
+    BACKENDS,
+    Pair,
+    QuantizedGemm,
+    QuantizedOperands,
+    Stored,
+    backend_of,
+    stored_bytes,
+)
 from moeplan.kernels.recipes import RECIPES
 from moeplan.kernels.row_map import RowMap
 from moeplan.kernels.weight_grad_queue import now_or_later
@@ -55,12 +63,12 @@ class QuantizedWeight:
         with torch.no_grad(), scope("optimizer"):
             copies = self.backend(weight).quantize_weights(_stacked(weight), self.recipe)
         if self.is_cached:
-            self._copies, self.copy_bytes = copies, _num_bytes(copies.as_is) + _num_bytes(copies.turned)
+            self._copies, self.copy_bytes = copies, stored_bytes(copies.as_is) + stored_bytes(copies.turned)
         return copies
 
     def take(self, copies: Pair) -> None:
         """Copies of a weight that has no other form; the first is where the weight itself is counted."""
-        self._copies, self.copy_bytes = copies, _num_bytes(copies.turned)
+        self._copies, self.copy_bytes = copies, stored_bytes(copies.turned)
 
     def forward_copy(self, weight: Tensor) -> Stored:
         """[E, O, I], summed over I."""
@@ -95,10 +103,6 @@ class QuantizedWeight:
             self._last_amax, self._amax = self._amax, {}
 
 
-def _num_bytes(stored: Stored) -> int:
-    return sum(tensor.nbytes for tensor in stored if tensor is not None)
-
-
 def set_quantized(parameter: Tensor, quantized: QuantizedWeight) -> None:
     """Multiply by ``parameter`` in low precision from now on."""
     setattr(parameter, _ATTRIBUTE, quantized)
@@ -117,17 +121,23 @@ def _stacked(weight: Tensor) -> Tensor:
 def weight_gradient(
     quantized: QuantizedWeight, weight: Tensor, main: MainGrad | None, *, x: Stored, grad: Stored, rows: PaddedRows
 ) -> Tensor | None:
-    """What backward hands to autograd for the weight: nothing where ``main`` takes its gradient."""
+    """What backward hands to autograd for the weight: nothing where ``main`` takes its gradient.
+
+    Where ``main`` takes two micro-batches at a time, the first of two waits for the second.
+    """
     backend = quantized.backend(weight)
-    a, b = (x, grad) if quantized.is_input_first else (grad, x)
+    operands = QuantizedOperands(*((x, grad) if quantized.is_input_first else (grad, x)), rows)
     if main is None:
         total = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
-        backend.gradient_(_stacked(total), a, b, rows, quantized.recipe, add=False)
+        backend.gradient_(_stacked(total), (operands,), quantized.recipe, add=False)
         return total
 
     def add() -> None:
+        parts = (operands,) if main.pairs is None else main.pairs.take(operands)
+        if not parts:
+            return
         with scope("expert_gemm" if quantized.is_input_first else "dense_gemm"):
-            backend.gradient_(_stacked(main.total), a, b, rows, quantized.recipe, add=not main.is_clear)
+            backend.gradient_(_stacked(main.total), parts, quantized.recipe, add=not main.is_clear)
             main.is_clear = False
 
     now_or_later(add)
@@ -199,13 +209,13 @@ def _rows(x_RI: Tensor, offsets_E: Tensor | None) -> PaddedRows:
 
 def quantize_operand(
     quantized: QuantizedWeight, weight: Tensor, x_RC: Tensor, rows: PaddedRows, *, is_gradient: bool,
-    is_training: bool = True,
+    is_training: bool = True, copied: RowMap | None = None,
 ) -> Pair:  # fmt: skip
-    """An input, or the gradient of an output, in both forms."""
+    """An input, or the gradient of an output, in both forms; of tokens where rows are copies of them by ``copied``."""
     backend = quantized.backend(weight)
     with scope("permute" if quantized.is_input_first else "elementwise"):
         amax = quantized.amax(x_RC, backend, is_gradient=is_gradient, is_training=is_training)
-        return backend.quantize_rows(x_RC, rows, quantized.recipe, is_gradient=is_gradient, amax=amax)
+        return backend.quantize_rows(x_RC, rows, quantized.recipe, is_gradient=is_gradient, amax=amax, copied=copied)
 
 
 def quantized_linear(x_LI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, group: Group | None = None) -> Tensor:

@@ -4,7 +4,11 @@ Between the two grouped GEMMs the activation is quantized as it is computed, and
 neither the activation nor that gradient exists in bf16. Kept for backward: rows and activation in FP8, turned, and the
 first GEMM's output, from which ``moe_act`` recompute makes the activation again.
 
-Shapes: R rows sorted by expert, H hidden, G width before the activation, F after it, E experts.
+Where the experts get tokens and the map that sorts their copies, those are quantized while they are copied, in backward
+the gradients of sums as well: copies in bf16, 4 KiB each way and token of 2048 for each of its experts, never exist.
+
+Shapes: R rows sorted by expert, T tokens, K experts a token, H hidden, G width before the activation, F after it, E
+experts.
 """
 
 from typing import Any, cast
@@ -18,7 +22,9 @@ from moeplan.executor.quantized import QuantizedWeight, quantize_operand, quanti
 from moeplan.executor.scopes import scope
 from moeplan.kernels.main_grad import main_grad_of
 from moeplan.kernels.padded_rows import PaddedRows, padded_rows
+from moeplan.kernels.permute import unpermute
 from moeplan.kernels.quantized_gemm import Pair, Stored, backend_of
+from moeplan.kernels.row_map import RowMap
 
 KINDS = ("swiglu", "geglu", "gelu", "squared_relu")
 
@@ -43,8 +49,16 @@ def quantized_experts(
     kind: str,
 ) -> Tensor:
     """y_RH = act(rows @ weights[0]) * probs @ weights[1], for rows whose experts end at ``offsets_E``."""
-    y_RH = _QuantizedExperts.apply(rows_RH, probs_R, offsets_E, *weights, kind)
+    y_RH = _QuantizedExperts.apply(rows_RH, probs_R, offsets_E, *weights, kind, None)
     return cast("Tensor", y_RH)
+
+
+def quantized_experts_of_tokens(
+    x_TH: Tensor, probs_R: Tensor, rows: RowMap, weights: tuple[Tensor, Tensor], kind: str
+) -> Tensor:
+    """y_TH: the sum of :func:`quantized_experts` over each token's copies, which ``rows``, without gaps, sorts."""
+    y_TH = _QuantizedExperts.apply(x_TH, probs_R, rows.offsets_E, *weights, kind, rows)
+    return cast("Tensor", y_TH)
 
 
 def _weight(parameter: Tensor) -> QuantizedWeight:
@@ -58,6 +72,13 @@ def _multiply(x: Stored, parameter: Tensor, rows: PaddedRows, *, is_forward: boo
     copy = weight.forward_copy(parameter) if is_forward else weight.backward_copy(parameter)
     with scope("expert_gemm"):
         return weight.backend(parameter).multiply(x, copy, rows, weight.recipe, is_gradient=not is_forward)
+
+
+def _summed(y_RH: Tensor, copied: RowMap | None) -> Tensor:
+    if copied is None:
+        return y_RH
+    with scope("permute"):
+        return unpermute(y_RH, copied)
 
 
 def _activated(hidden_RG: Tensor, kind: str, probs_R: Tensor | None, rows: PaddedRows, weight: QuantizedWeight) -> Pair:
@@ -82,37 +103,37 @@ def _activation_gradient(
 class _QuantizedExperts(Function):
     @staticmethod
     def forward(  # noqa: PLR0917 - autograd passes by position
-        ctx: Any, rows_RH: Tensor, probs_R: Tensor | None, offsets_E: Tensor, in_weight: Tensor, out_weight: Tensor,
-        kind: str,
+        ctx: Any, x_H: Tensor, probs_R: Tensor | None, offsets_E: Tensor, in_weight: Tensor, out_weight: Tensor,
+        kind: str, copied: RowMap | None,
     ) -> Tensor:  # fmt: skip
         first, second = _weight(in_weight), _weight(out_weight)
-        rows = padded_rows(offsets_E, len(rows_RH))
+        rows = padded_rows(offsets_E, len(x_H if copied is None else copied.slot_of_row_R))
         probs_R = None if probs_R is None else probs_R.contiguous()
-        x = quantize_operand(first, in_weight, rows_RH, rows, is_gradient=False)
+        x = quantize_operand(first, in_weight, x_H, rows, is_gradient=False, copied=copied)
         hidden_RG = _multiply(x.as_is, in_weight, rows, is_forward=True)
         activation = _activated(hidden_RG, kind, probs_R, rows, second)
-        ctx.rows, ctx.kind = rows, kind
+        ctx.rows, ctx.kind, ctx.copied = rows, kind, copied
         ctx.main_grads = main_grad_of(in_weight), main_grad_of(out_weight)
         kept = () if second.keeps_input else activation.turned
         ctx.weights = in_weight, out_weight  # themselves: what is known of a weight is lost where others keep it
         ctx.save_for_backward(probs_R, hidden_RG, *x.turned, *kept)
-        return _multiply(activation.as_is, out_weight, rows, is_forward=True)
+        return _summed(_multiply(activation.as_is, out_weight, rows, is_forward=True), copied)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_RH: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_H: Tensor) -> tuple[Tensor | None, ...]:
         probs_R, hidden_RG, *kept = ctx.saved_tensors
         in_weight, out_weight = ctx.weights
-        rows, kind = ctx.rows, ctx.kind
+        rows, kind, copied = ctx.rows, ctx.kind, ctx.copied
         first, second = _weight(in_weight), _weight(out_weight)
         x, activation = cast("Stored", tuple(kept[:3])), cast("Stored", tuple(kept[3:]))
-        grad = quantize_operand(second, out_weight, grad_RH, rows, is_gradient=True)
+        grad = quantize_operand(second, out_weight, grad_H, rows, is_gradient=True, copied=copied)
         grad_RF = _multiply(grad.as_is, out_weight, rows, is_forward=False)
         if second.keeps_input:
             activation = _activated(hidden_RG, kind, probs_R, rows, second).turned
         grad_out = weight_gradient(second, out_weight, ctx.main_grads[1], x=activation, grad=grad.turned, rows=rows)
         grad_hidden, grad_probs_R = _activation_gradient(grad_RF, hidden_RG, kind, probs_R, rows=rows, weight=first)
         del grad_RF, grad, activation
-        grad_rows_RH = _multiply(grad_hidden.as_is, in_weight, rows, is_forward=False)
+        grad_x_H = _summed(_multiply(grad_hidden.as_is, in_weight, rows, is_forward=False), copied)
         grad_in = weight_gradient(first, in_weight, ctx.main_grads[0], x=x, grad=grad_hidden.turned, rows=rows)
-        return grad_rows_RH, grad_probs_R, None, grad_in, grad_out, None
+        return grad_x_H, grad_probs_R, None, grad_in, grad_out, None, None

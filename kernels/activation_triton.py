@@ -30,17 +30,23 @@ def activation(x_RG: Tensor, kind: str, probs_R: Tensor | None = None) -> Tensor
 
 
 @triton.jit
+def _exp_of_minus(x):
+    """exp(-x), to be added to 1: it loses what is below the normal numbers, and so takes 4 instructions of 16 less."""
+    return tl.exp2(x * -1.4426950408889634)  # log2(e)
+
+
+@triton.jit
 def _act(
     x,
     CODE: tl.constexpr,
 ):
     if CODE == 0:
-        return x / (1 + tl.exp(-x))
+        return x / (1 + _exp_of_minus(x))
     if CODE == 1:
         return 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
     if CODE == 3:
         clamped = tl.minimum(x, 7.0)
-        return clamped / (1 + tl.exp(-1.702 * clamped))
+        return clamped / (1 + _exp_of_minus(1.702 * clamped))
     return tl.where(x > 0, x * x, 0.0)
 
 
@@ -50,14 +56,14 @@ def _act_slope(
     CODE: tl.constexpr,
 ):
     if CODE == 0:
-        sigmoid = 1 / (1 + tl.exp(-x))
+        sigmoid = 1 / (1 + _exp_of_minus(x))
         return sigmoid * (1 + x * (1 - sigmoid))
     if CODE == 1:
         # 0.3989... is 1 / sqrt(2 pi).
         return 0.5 * (1 + tl.erf(x * 0.7071067811865476)) + x * tl.exp(-0.5 * x * x) * 0.3989422804014327
     if CODE == 3:
         clamped = tl.minimum(x, 7.0)
-        sigmoid = 1 / (1 + tl.exp(-1.702 * clamped))
+        sigmoid = 1 / (1 + _exp_of_minus(1.702 * clamped))
         return tl.where(x <= 7.0, sigmoid * (1 + 1.702 * clamped * (1 - sigmoid)), 0.0)
     return tl.where(x > 0, 2 * x, 0.0)
 

@@ -6,6 +6,7 @@ summed over rows in weight gradients. One file a back end; ``reference`` has exa
 Shapes: R rows sorted by expert, P padded rows, C columns, E experts, A and B sides of a weight, M and N of a gradient.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from moeplan.kernels.padded_rows import TILE, PaddedRows
 from moeplan.kernels.recipes import RECIPES, Recipe
+from moeplan.kernels.row_map import RowMap
 
 # Data as stored, the scales of its blocks or tensor, and where the recipe has one the scale above those.
 Stored = tuple[Tensor, Tensor, Tensor | None]
@@ -28,6 +30,36 @@ class Pair(NamedTuple):
     turned: Stored
 
 
+def stored_bytes(stored: Stored) -> int:
+    """Of the data and its scales."""
+    return sum(tensor.nbytes for tensor in stored if tensor is not None)
+
+
+class QuantizedOperands(NamedTuple):
+    """What the weight gradients a @ b.T of one micro-batch are products of: a [M, P] and b [N, P], both ``turned``.
+
+    They may wait for another's (:mod:`moeplan.kernels.weight_grad_pairs`), as they are: rows, whatever these are copies
+    of, because tokens would have to be quantized again.
+    """
+
+    a: Stored
+    b: Stored
+    rows: PaddedRows
+
+    @property
+    def nbytes(self) -> int:
+        """Of both factors."""
+        return stored_bytes(self.a) + stored_bytes(self.b)
+
+    def put_aside(self) -> "QuantizedOperands":
+        """See :class:`moeplan.kernels.weight_grad_pairs.Factors`."""
+        return self
+
+    def brought_back(self) -> "QuantizedOperands":
+        """See :class:`moeplan.kernels.weight_grad_pairs.Factors`."""
+        return self
+
+
 class QuantizedGemm(Protocol):
     """A back end."""
 
@@ -36,22 +68,26 @@ class QuantizedGemm(Protocol):
         ...
 
     def quantize_rows(
-        self, x_RC: Tensor, rows: PaddedRows, recipe: Recipe, *, is_gradient: bool, amax: Tensor | None = None
-    ) -> Pair:
-        """Inputs, or gradients of outputs; ``amax`` instead of that of x where one scale covers a tensor."""
+        self, x_RC: Tensor, rows: PaddedRows, recipe: Recipe, *, is_gradient: bool, amax: Tensor | None = None,
+        copied: RowMap | None = None,
+    ) -> Pair:  # fmt: skip
+        """Inputs, or gradients of outputs; ``amax`` instead of that of x where one scale covers a tensor.
+
+        ``copied``: the map without gaps by which rows are copies of x, which then holds tokens [T, C].
+        """
         ...
 
     def weight_amax(self, weight_EAB: Tensor, recipe: Recipe) -> Tensor:
         """Largest magnitudes, fp32, of what shares a scale, for recipes that scale both forms of a weight alike.
 
-        [E] of whole experts, or [E, A / 128, B / 128] of blocks.
+        [E] of whole experts, or [E, A / 128, B / 128] of blocks. A weight in fp32 is rounded to bf16 first.
         """
         ...
 
     def quantize_weights(self, weight_EAB: Tensor, recipe: Recipe, amax: Tensor | None = None) -> Pair:
         """Weights, with scales of their own for each expert; ``amax`` as :meth:`weight_amax` has it, of a whole weight.
 
-        Given, it scales a part of the weight as the whole would be.
+        Given, it scales a part of the weight as the whole would be. A weight in fp32 is rounded to bf16 first.
         """
         ...
 
@@ -68,10 +104,11 @@ class QuantizedGemm(Protocol):
         """
         ...
 
-    def gradient_(
-        self, total_EMN: Tensor, a: Stored, b: Stored, rows: PaddedRows, recipe: Recipe, *, add: bool
-    ) -> None:
-        """Each expert's a @ b.T over its rows, added to ``total_EMN`` or written over it; a [M, P], b [N, P]."""
+    def gradient_(self, total_EMN: Tensor, parts: Sequence[QuantizedOperands], recipe: Recipe, *, add: bool) -> None:
+        """Each expert's a @ b.T over its rows, added to ``total_EMN`` or written over it.
+
+        Of one micro-batch or of two, whose sum is then added in one pass over ``total_EMN`` where a back end can.
+        """
         ...
 
 

@@ -9,6 +9,7 @@ the only type of the grouped kernel.
 Shapes: R rows sorted by expert, P padded rows, C columns, E experts, A and B sides of a weight, M and N of a gradient.
 """
 
+from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -18,9 +19,11 @@ from torch.nn import functional as F
 
 from moeplan.kernels import quantized_gemm_reference as reference
 from moeplan.kernels.padded_rows import PaddedRows
+from moeplan.kernels.permute import permute
 from moeplan.kernels.quantize_reference import packed
-from moeplan.kernels.quantized_gemm import Pair, Stored
+from moeplan.kernels.quantized_gemm import Pair, QuantizedOperands, Stored
 from moeplan.kernels.recipes import Recipe
+from moeplan.kernels.row_map import RowMap
 from moeplan.kernels.scale_tiles import tiled, tiled_by_expert
 
 ALIGNMENT = 32  # both sides of a weight: 16 bytes of E2M1
@@ -39,9 +42,12 @@ def has_grouped_kernels() -> bool:
 
 
 def quantize_rows(
-    x_RC: Tensor, rows: PaddedRows, recipe: Recipe, *, is_gradient: bool, amax: Tensor | None = None
-) -> Pair:
+    x_RC: Tensor, rows: PaddedRows, recipe: Recipe, *, is_gradient: bool, amax: Tensor | None = None,
+    copied: RowMap | None = None,
+) -> Pair:  # fmt: skip
     """See :class:`moeplan.kernels.quantized_gemm.QuantizedGemm`."""
+    if copied is not None:
+        x_RC = permute(x_RC, copied)
     if x_RC.is_cuda and recipe.scaling.scale == "e8m0":
         from moeplan.kernels import quantize_mxfp8_triton  # noqa: PLC0415 - loads a compiler no CPU process needs
 
@@ -83,8 +89,15 @@ def multiply(x: Stored, weight: Stored, rows: PaddedRows, recipe: Recipe, *, is_
     return y_RA[:-1]
 
 
-def gradient_(total_EMN: Tensor, a: Stored, b: Stored, rows: PaddedRows, recipe: Recipe, *, add: bool) -> None:
-    """See :class:`moeplan.kernels.quantized_gemm.QuantizedGemm`."""
+def gradient_(total_EMN: Tensor, parts: Sequence[QuantizedOperands], recipe: Recipe, *, add: bool) -> None:
+    """See :class:`moeplan.kernels.quantized_gemm.QuantizedGemm`. Parts are added one by one."""
+    for part in parts:
+        _add_or_put(total_EMN, part, add=add)
+        add = True
+
+
+def _add_or_put(total_EMN: Tensor, part: QuantizedOperands, *, add: bool) -> None:
+    a, b, rows = part
     if not rows.num_tiles:
         if not add:
             total_EMN.zero_()

@@ -3,6 +3,7 @@
 Shapes: R rows sorted by expert, P padded rows, C columns, E experts, A and B sides of a weight, M and N of a gradient.
 """
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
@@ -10,8 +11,9 @@ from torch import Tensor
 
 from moeplan.kernels.padded_rows import PaddedRows
 from moeplan.kernels.quantize_reference import Quantized, block_amax, dequantize, hadamard, quantize, scale_of
-from moeplan.kernels.quantized_gemm import Pair, Stored
+from moeplan.kernels.quantized_gemm import Pair, QuantizedOperands, Stored
 from moeplan.kernels.recipes import Recipe
+from moeplan.kernels.row_map import RowMap
 
 
 def amax(x: Tensor) -> Tensor:
@@ -20,9 +22,12 @@ def amax(x: Tensor) -> Tensor:
 
 
 def quantize_rows(
-    x_RC: Tensor, rows: PaddedRows, recipe: Recipe, *, is_gradient: bool, amax: Tensor | None = None
-) -> Pair:
+    x_RC: Tensor, rows: PaddedRows, recipe: Recipe, *, is_gradient: bool, amax: Tensor | None = None,
+    copied: RowMap | None = None,
+) -> Pair:  # fmt: skip
     """See :class:`moeplan.kernels.quantized_gemm.QuantizedGemm`."""
+    if copied is not None:
+        x_RC = x_RC[copied.token_of_row_R]
     element = recipe.grad_element if is_gradient else recipe.element
     padded_PC = torch.cat([x_RC, x_RC.new_zeros(1, x_RC.shape[1])])[rows.source_P].to(torch.float32)
     turned_CP = padded_PC.t()
@@ -39,11 +44,12 @@ def quantize_rows(
 
 def weight_amax(weight_EAB: Tensor, recipe: Recipe) -> Tensor:
     """See :class:`moeplan.kernels.quantized_gemm.QuantizedGemm`."""
-    return block_amax(weight_EAB.to(torch.float32), recipe.scaling)
+    return block_amax(weight_EAB.to(torch.bfloat16).to(torch.float32), recipe.scaling)
 
 
 def quantize_weights(weight_EAB: Tensor, recipe: Recipe, amax: Tensor | None = None) -> Pair:
     """See :class:`moeplan.kernels.quantized_gemm.QuantizedGemm`."""
+    weight_EAB = weight_EAB.to(torch.bfloat16)
     turned_amax = amax if amax is None or amax.dim() == 1 else amax.transpose(1, 2)
     both = ((weight_EAB, amax), (weight_EAB.transpose(1, 2), turned_amax))
     return Pair(
@@ -71,15 +77,17 @@ def multiply(x: Stored, weight: Stored, rows: PaddedRows, recipe: Recipe, *, is_
     return y_RA[:-1].to(torch.bfloat16)
 
 
-def gradient_(total_EMN: Tensor, a: Stored, b: Stored, rows: PaddedRows, recipe: Recipe, *, add: bool) -> None:
-    """See :class:`moeplan.kernels.quantized_gemm.QuantizedGemm`."""
-    a_MP, b_NP = _read(a, recipe), _read(b, recipe)
-    for total_MN, (start, end) in zip(total_EMN, _spans(rows), strict=True):
-        product = a_MP[:, start:end] @ b_NP[:, start:end].t()
-        if add:
-            total_MN.add_(product)
-        else:
-            total_MN.copy_(product)
+def gradient_(total_EMN: Tensor, parts: Sequence[QuantizedOperands], recipe: Recipe, *, add: bool) -> None:
+    """See :class:`moeplan.kernels.quantized_gemm.QuantizedGemm`. Parts are added one by one."""
+    for a, b, rows in parts:
+        a_MP, b_NP = _read(a, recipe), _read(b, recipe)
+        for total_MN, (start, end) in zip(total_EMN, _spans(rows), strict=True):
+            product = a_MP[:, start:end] @ b_NP[:, start:end].t()
+            if add:
+                total_MN.add_(product)
+            else:
+                total_MN.copy_(product)
+        add = True
 
 
 def _stored(q: Quantized) -> Stored:

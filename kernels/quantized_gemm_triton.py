@@ -7,32 +7,37 @@ in cuBLAS every input gradient, as Transformer Engine does by default. Blackwell
 Shapes: R rows sorted by expert, P padded rows, C columns, E experts, A and B sides of a weight, M and N of a gradient.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from moeplan.kernels import grouped_gemm_fp8_triton, quantize_triton
 from moeplan.kernels.padded_rows import PaddedRows
 from moeplan.kernels.quantize_reference import DTYPES, scale_of
-from moeplan.kernels.quantized_gemm import Pair, Stored
+from moeplan.kernels.quantized_gemm import Pair, QuantizedOperands, Stored
 from moeplan.kernels.recipes import Recipe
+from moeplan.kernels.row_map import RowMap
 
 amax = quantize_triton.amax
 
 # Most products of a gradient that Triton sums in 14 bits alone (tests/kernels/hopper_sums.py). Of a weight, rows of one
-# expert: of 6144 that loses 1.5e-3 of its norm, rounding the operands to FP8 5.8e-2; where both have a mean of half
-# their deviation 1.0e-2 and 5.0e-3. Of an input, whose one operand is weights, without a mean: 4.4e-3 of 32,768.
+# expert, both micro-batches' where two are added at once: of 6144 that loses 1.5e-3 of its norm, rounding the operands
+# to FP8 5.8e-2; where both have a mean of half their deviation 1.0e-2 and 5.0e-3. Of an input, whose one operand is
+# weights, without a mean: 4.4e-3 of 32,768.
 MAX_ROWS_OF_ONE_LEVEL = 6144
 MAX_WIDTH_OF_ONE_LEVEL = 32_768
 
 
 def quantize_rows(
-    x_RC: Tensor, rows: PaddedRows, recipe: Recipe, *, is_gradient: bool, amax: Tensor | None = None
-) -> Pair:
+    x_RC: Tensor, rows: PaddedRows, recipe: Recipe, *, is_gradient: bool, amax: Tensor | None = None,
+    copied: RowMap | None = None,
+) -> Pair:  # fmt: skip
     """See :class:`moeplan.kernels.quantized_gemm.QuantizedGemm`."""
     dtype = DTYPES[recipe.grad_element if is_gradient else recipe.element]
     if recipe.scaling.block is None and amax is None:
         amax = quantize_triton.amax(x_RC)
-    return quantize_triton.quantize_rows(x_RC, rows, dtype, amax)
+    return quantize_triton.quantize_rows(x_RC, rows, dtype, amax, copied)
 
 
 def weight_amax(weight_EAB: Tensor, recipe: Recipe) -> Tensor:
@@ -66,16 +71,13 @@ def multiply(x: Stored, weight: Stored, rows: PaddedRows, recipe: Recipe, *, is_
     return grouped_gemm_fp8_triton.rows_gemm(x_PB, scale_x, weight_EAB, scale_E, rows, blockwise=blockwise, split=split)
 
 
-def gradient_(total_EMN: Tensor, a: Stored, b: Stored, rows: PaddedRows, recipe: Recipe, *, add: bool) -> None:
+def gradient_(total_EMN: Tensor, parts: Sequence[QuantizedOperands], recipe: Recipe, *, add: bool) -> None:
     """See :class:`moeplan.kernels.quantized_gemm.QuantizedGemm`."""
-    (a_MP, scale_a, _), (b_NP, scale_b, _) = a, b
     blockwise = recipe.scaling.block is not None
-    # On average: how many rows an expert has is known to the device alone.
-    num_rows = rows.num_rows / len(total_EMN)
-    split = not blockwise and _sums_short(a_MP) and num_rows > MAX_ROWS_OF_ONE_LEVEL
-    grouped_gemm_fp8_triton.gradient_gemm_(
-        total_EMN, a_MP, scale_a, b_NP, scale_b, rows, add=add, blockwise=blockwise, split=split
-    )
+    # On average: how many rows an expert has is known to the device alone. Those of all parts go into one sum.
+    num_rows = sum(part.rows.num_rows for part in parts) / len(total_EMN)
+    split = not blockwise and _sums_short(total_EMN) and num_rows > MAX_ROWS_OF_ONE_LEVEL
+    grouped_gemm_fp8_triton.gradient_gemm_(total_EMN, parts, add=add, blockwise=blockwise, split=split)
 
 
 def _sums_short(x: Tensor) -> bool:

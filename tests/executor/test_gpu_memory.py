@@ -84,9 +84,10 @@ def test_bytes_are_those_of_the_native_stack(changes: dict[str, Any]) -> None:
     assert held == pytest.approx(expected, rel=0.02)
 
 
-def test_what_waits_for_the_next_micro_batch_is_what_is_predicted() -> None:
+@pytest.mark.parametrize("precision", ["bf16", "fp8_current", "fp8_blockwise"])
+def test_what_waits_for_the_next_micro_batch_is_what_is_predicted(precision: str) -> None:
     fields = {"model": MODEL, "hardware": "h200", "num_gpus": 1, "seq_len": 2048, "global_batch_size": 16, "mbs": 4}
-    plan = Plan.model_validate(fields | {"paired_wgrad": ("expert_fc1", "expert_fc2")})
+    plan = Plan.model_validate(fields | {"precision": precision, "paired_wgrad": ("expert_fc1", "expert_fc2")})
     settings = RunConfig()
     trainer = Trainer(plan, settings, build_mesh(Folding(1), 0), open_tokens(plan, settings), torch.device("cuda", 0))
     held: list[int] = []

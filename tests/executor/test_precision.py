@@ -14,8 +14,10 @@ from moeplan.executor.model import Transformer
 from moeplan.executor.primary_weights import PrimaryBuffer
 from moeplan.executor.quantized import QuantizedWeight, quantized_linear, quantized_of, set_quantized
 from moeplan.executor.train import Trainer
+from moeplan.kernels import quantized_gemm_reference as reference
 from moeplan.kernels.main_grad import MainGrad, set_main_grad
-from moeplan.kernels.recipes import RECIPES
+from moeplan.kernels.quantized_gemm import Pair
+from moeplan.kernels.recipes import RECIPES, Recipe
 from moeplan.mixers import Mamba2
 from moeplan.model_spec import ModelSpec, Router
 from moeplan.plan import Plan
@@ -217,6 +219,23 @@ def test_primary_weights_train_to_the_bit_as_a_bf16_copy(precision: str) -> None
     assert primary.grad_norms == pytest.approx(copied.grad_norms, rel=1e-4)
     for one, other in zip(_sorted(primary.parts), _sorted(copied.parts), strict=True):
         assert torch.equal(one.values, other.values), one.name
+
+
+def test_primary_weights_are_quantized_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    quantized: list[torch.Tensor] = []
+
+    def quantize(weight_EAB: torch.Tensor, recipe: Recipe, amax: torch.Tensor | None = None) -> Pair:
+        quantized.append(weight_EAB)
+        return original(weight_EAB, recipe, amax)
+
+    original = reference.quantize_weights
+    monkeypatch.setattr(reference, "quantize_weights", quantize)
+    trainer = build_trainer(0, low_plan(GQA, 1, precision="fp8_current", fp8_primary_weights=True), RUN)
+    buffers = [one.buffer for one in trainer.optimizer.classes if isinstance(one.buffer, PrimaryBuffer)]
+    assert quantized
+    assert {weight.untyped_storage().data_ptr() for weight in quantized} == {
+        buffer.main.untyped_storage().data_ptr() for buffer in buffers
+    }
 
 
 def _sorted(parts: list[Part]) -> list[Part]:

@@ -4,6 +4,7 @@ Run as a program, without the interpreter. Needs no GPU.
 """
 
 import re
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -83,32 +84,53 @@ WEIGHT_GRAD = [
 FP8_TILE = {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 128, "GROUP": 16, "num_stages": 3, "num_warps": 8}
 FP8_ROWS = [FP8_TILE | {"BLOCKWISE": False, "SPLIT": False, "FLATTEN": flatten} for flatten in (True, False)]
 FP8_GRADIENT = [
-    FP8_TILE | {"BLOCKWISE": False, "SPLIT": False, "ADD": add, "REDUCE": add, "FLATTEN": False}
+    FP8_TILE | {"BLOCKWISE": False, "SPLIT": False, "ADD": add, "REDUCE": add, "FLATTEN": False, "PREFETCH": add}
     for add in (False, True)
 ]
+NEXT_INPUTS = ("next_a_desc", "next_b_desc", "next_end_ptr", "next_a_scale_ptr", "next_b_scale_ptr")
+ALONE, PAIR = dict.fromkeys(NEXT_INPUTS) | {"IS_PAIR": False}, {"IS_PAIR": True}
 HALF_TILE = {"BLOCK_N": 128, "num_stages": 4}
 BLOCKS = HALF_TILE | {"BLOCKWISE": True}
 SPLIT = HALF_TILE | {"SPLIT": True}
-QUANTIZE = [{"BLOCKWISE": blockwise, "LARGEST": 448.0, "ROWS": 128, "COLS": 128} for blockwise in (False, True)]
+QUANTIZE = [
+    {"BLOCKWISE": blockwise, "LARGEST": 448.0, "ROWS": 128, "COLS": 128, "COLUMNS_FIRST": False, "COMPILED": True}
+    for blockwise in (False, True)
+]
 QUANTIZE_WEIGHTS = [
     {"BLOCKWISE": blockwise, "HAS_AMAX": has_amax, "LARGEST": 448.0, "SIDE": 128}
     for blockwise, has_amax in ((False, True), (True, False), (True, True))
 ]
 MXFP8 = {"SIDE": 128, "num_warps": 8}
-FP8_ACTIVATION = [one | {"CODE": 0, "GATED": True, "HAS_PROBS": True, "num_warps": 8} for one in QUANTIZE]
-FP8_SUMS = [{"CODE": code, "GATED": code == 0, "HAS_PROBS": code == 0, "BLOCK": 2048} for code in (0, 2)]
+FP8_ACTIVATION = [
+    one | {"CODE": code, "GATED": code == 0, "HAS_PROBS": True, "num_warps": 8} for one in QUANTIZE for code in (0, 2)
+]
+FP8_SUMS = [
+    {"CODE": code, "GATED": code == 0, "HAS_PROBS": code == 0, "ROWS": rows, "COLS": cols}
+    for code in (0, 2)
+    for rows, cols in ((1, 2048), (8, 256))
+]
+
+
+def _gradient_kernels(element: str, width: int, variants: list[dict[str, Any]]) -> list[tuple[Any, str, Any]]:
+    """Weight gradients of gradients in ``element``, of one micro-batch and of two, by tiles so wide."""
+    part = f"tensordesc<fp8e4nv[128,128]> tensordesc<{element}[{width},128]> *i32 *fp32 *fp32"
+    total = f"*fp32 tensordesc<fp32[1,128,{width // 4}]> i32 i32 i32"
+    both = ((f"{part} {total}", ALONE), (f"{part} {part} {total}", PAIR))
+    return [(grouped_gemm_fp8_triton._gradient, types, [one | own for one in variants]) for types, own in both]
+
+
 # Kernel, types of its other arguments, and the constants of each variant.
 KERNELS = (
     (accumulate_triton._add, "*fp32 *bf16 i64", [{"BLOCK": 4096}]),
     (activation_triton._forward, "*bf16 *fp32 *bf16 i32", ACTIVATION),
     (activation_triton._backward, "*bf16 *bf16 *fp32 *bf16 *fp32 i32", ACTIVATION),
-    (activation_fp8_triton._forward_amax, "*bf16 *fp32 *fp32 i32", FP8_SUMS),
+    (activation_fp8_triton._forward_amax, "*bf16 *fp32 *fp32 i32 i32", FP8_SUMS),
     (
         activation_fp8_triton._forward,
         "*bf16 *fp32 *fp32 *i32 *i32 *fp8e4nv *fp8e4nv *fp32 *fp32 i32 i32",
         FP8_ACTIVATION,
     ),
-    (activation_fp8_triton._backward_sums, "*bf16 *bf16 *fp32 *fp32 *fp32 i32", FP8_SUMS),
+    (activation_fp8_triton._backward_sums, "*bf16 *bf16 *fp32 *fp32 *fp32 i32 i32", FP8_SUMS),
     (
         activation_fp8_triton._backward,
         "*bf16 *bf16 *fp32 *fp32 *i32 *i32 *fp8e5 *fp8e5 *fp32 *fp32 i32 i32",
@@ -147,30 +169,9 @@ KERNELS = (
         "tensordesc<fp8e5[128,128]> tensordesc<fp8e4nv[128,128]> *bf16 *i32 *i32 *i32 *fp32 *fp32 i32 i32 i32",
         [FP8_ROWS[0] | SPLIT],
     ),
-    (
-        grouped_gemm_fp8_triton._gradient,
-        (
-            "tensordesc<fp8e4nv[128,128]> tensordesc<fp8e5[128,128]> *fp32 tensordesc<fp32[1,128,32]> *i32 *fp32 *fp32"
-            " i32 i32 i32 i32"
-        ),
-        [FP8_GRADIENT[1] | SPLIT],
-    ),
-    (
-        grouped_gemm_fp8_triton._gradient,
-        (
-            "tensordesc<fp8e4nv[128,128]> tensordesc<fp8e5[256,128]> *fp32 tensordesc<fp32[1,128,64]> *i32 *fp32 *fp32"
-            " i32 i32 i32 i32"
-        ),
-        FP8_GRADIENT,
-    ),
-    (
-        grouped_gemm_fp8_triton._gradient,
-        (
-            "tensordesc<fp8e4nv[128,128]> tensordesc<fp8e4nv[128,128]> *fp32 tensordesc<fp32[1,128,32]> *i32 *fp32"
-            " *fp32 i32 i32 i32 i32"
-        ),
-        [one | BLOCKS for one in FP8_GRADIENT],
-    ),
+    *_gradient_kernels("fp8e5", 128, [FP8_GRADIENT[1] | SPLIT]),
+    *_gradient_kernels("fp8e5", 256, FP8_GRADIENT),
+    *_gradient_kernels("fp8e4nv", 128, [one | BLOCKS for one in FP8_GRADIENT]),
     (
         grouped_weight_grad_triton._add_products,
         (
@@ -194,10 +195,14 @@ KERNELS = (
     (quantize_triton._amax, "*bf16 *fp32 i32", [{"BLOCK": 16384}]),
     (
         quantize_triton._quantize_rows,
-        "*bf16 *fp32 *i32 *i32 *fp8e4nv *fp8e4nv *fp32 *fp32 i32 i32",
-        QUANTIZE,
+        "*bf16 *i32 *fp32 *i32 *i32 *fp8e4nv *fp8e4nv *fp32 *fp32 i32 i32",
+        [one | {"TOP_K": top_k, "COLUMNS_FIRST": False, "COMPILED": True} for one in QUANTIZE for top_k in (0, 8)],
     ),
-    (quantize_triton._quantize_weights, "*bf16 *fp32 *fp8e4nv *fp8e4nv *fp32 *fp32 i32 i32", QUANTIZE_WEIGHTS),
+    *(
+        (quantize_triton._quantize_weights, f"{weight} *fp32 *fp8e4nv *fp8e4nv *fp32 *fp32 i32 i32", QUANTIZE_WEIGHTS)
+        for weight in ("*bf16", "*fp32")
+    ),
+    (quantize_triton._tile_amax, "*fp32 *fp32 i32 i32", [{"SIDE": 128}]),
     (
         quantize_mxfp8_triton._quantize_rows,
         "*bf16 *i32 *i32 *i32 *i32 *fp8e4nv *fp8e4nv *u8 *u8 i32 i32",
@@ -236,6 +241,8 @@ FOR_BLACKWELL = {
     quantize_mxfp8_triton._quantize_rows,
     quantize_mxfp8_triton._quantize_weights,
 }
+# With one scale, found in the pass before, no number exceeds it, and converting keeps what is no number.
+COVERED = {activation_fp8_triton._forward, activation_fp8_triton._backward}
 
 for kernel, types, variants in KERNELS:
     for variant in variants:
@@ -254,13 +261,15 @@ for kernel, types, variants in KERNELS:
             assert compiled.metadata.shared <= SHARED_BYTES, (kernel, variant)
             if aligned:  # 16 bytes at once, whatever the number of elements, but for both corrections
                 assert set(re.findall(r"(?:ld|st)\.global\S*", ptx)) - {"ld.global.b64"} == WIDE, (kernel, variant)
-            if "*fp8" in types:  # cutting to what FP8 holds must not make a number of what is none
+            is_cut = "*fp8" in types and (kernel not in COVERED or variant["BLOCKWISE"])
+            if is_cut:  # cutting to what FP8 holds must not make a number of what is none
                 assert {"min.NaN.f32", "max.NaN.f32"} <= set(ptx.split()), (kernel, variant)
             if (
                 variant.get("BLOCKWISE") is False and "GROUP" in variant
             ):  # how often sums leave the tensor cores for fp32
-                is_hopper = capability == 90
+                is_hopper, num_parts = capability == 90, 1 + variant.get("IS_PAIR", False)
                 accumulators = variant["BLOCK_M"] * variant["BLOCK_N"] // (32 * variant["num_warps"])  # of a thread
                 additions = ptx.count("add.rn.f32") + ptx.count("add.f32")
-                assert additions == accumulators * variant["SPLIT"], (kernel, variant)
-                assert (ptx.count("wgmma.mma_async") == variant["BLOCK_K"] // 32) == is_hopper, (kernel, variant)
+                assert additions == num_parts * accumulators * variant["SPLIT"], (kernel, variant)
+                num_products = num_parts * variant["BLOCK_K"] // 32
+                assert (ptx.count("wgmma.mma_async") == num_products) == is_hopper, (kernel, variant)

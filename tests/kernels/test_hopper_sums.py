@@ -15,7 +15,7 @@ from torch import Tensor
 from moeplan.kernels import grouped_gemm_fp8_triton
 from moeplan.kernels import quantized_gemm_triton as backend
 from moeplan.kernels.padded_rows import dense_rows, padded_rows
-from moeplan.kernels.quantized_gemm import Stored
+from moeplan.kernels.quantized_gemm import QuantizedOperands, Stored
 from moeplan.kernels.recipes import RECIPES
 from tests.kernels.hopper_sums import add_products, hopper_dots, matmul
 
@@ -76,12 +76,12 @@ class _Splits(list[bool]):
 
 
 # Experts, their rows, width of tokens and of one expert (twice in the first matrix): whether the input gradients of
-# both matrices and the weight gradients are summed in two levels.
+# both matrices, the weight gradients and those of two micro-batches at once are summed in two levels.
 SHAPES = {
-    "h200-coarse": ((8, 32768, 4096, 14336), (False, False, False)),
-    "h200-deepseek": ((64, 131072, 4096, 1536), (False, False, False)),
-    "at the limits": ((2, 2 * ROWS, WIDTH, WIDTH // 2), (False, False, False)),
-    "beyond them": ((2, 2 * ROWS + 2, WIDTH + 128, WIDTH // 2 + 64), (True, True, True)),
+    "h200-coarse": ((8, 32768, 4096, 14336), (False, False, False, True)),
+    "h200-deepseek": ((64, 131072, 4096, 1536), (False, False, False, False)),
+    "at the limits": ((2, 2 * ROWS, WIDTH, WIDTH // 2), (False, False, False, True)),
+    "beyond them": ((2, 2 * ROWS + 2, WIDTH + 128, WIDTH // 2 + 64), (True, True, True, True)),
 }
 
 
@@ -102,11 +102,11 @@ def test_only_gradients_of_many_products_are_summed_in_two_levels(monkeypatch: p
             backend.multiply(x, weight, rows, RECIPE, is_gradient=is_gradient)
             backend.multiply(x, weight, rows, RECIPES["fp8_blockwise"], is_gradient=is_gradient)
     total_EMN = torch.empty(num_experts, hidden, width, device="meta")
-    backend.gradient_(
-        total_EMN, stored(hidden, rows.num_padded), stored(width, rows.num_padded), rows, RECIPE, add=True
-    )
-    first, second, weights = expected
-    assert splits == [first, False, second, False] + 4 * [False] + [weights]
+    operands = QuantizedOperands(stored(hidden, rows.num_padded), stored(width, rows.num_padded), rows)
+    backend.gradient_(total_EMN, (operands,), RECIPE, add=True)
+    backend.gradient_(total_EMN, (operands, operands), RECIPE, add=True)
+    first, second, weights, pair = expected
+    assert splits == [first, False, second, False] + 4 * [False] + [weights, pair]
 
 
 @pytest.fixture
@@ -150,5 +150,6 @@ def test_outputs_and_short_gradients_are_summed_in_one_level_and_long_ones_in_tw
 def test_weight_gradients_over_many_rows_are_summed_in_two_levels(add: bool, num_rows: int, every: int | None) -> None:
     a_MP, b_NP = _operand(128, num_rows, torch.float8_e4m3fn), _operand(16, num_rows, torch.float8_e5m2)
     total_EMN = torch.zeros(1, 128, 16)
-    backend.gradient_(total_EMN, _stored(a_MP), _stored(b_NP), dense_rows(num_rows, a_MP.device), RECIPE, add=add)
+    operands = QuantizedOperands(_stored(a_MP), _stored(b_NP), dense_rows(num_rows, a_MP.device))
+    backend.gradient_(total_EMN, (operands,), RECIPE, add=add)
     torch.testing.assert_close(total_EMN[0], matmul(a_MP.float(), b_NP.float().t(), every), rtol=1e-6, atol=0)

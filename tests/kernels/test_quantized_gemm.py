@@ -15,8 +15,9 @@ from torch import Tensor
 
 from moeplan.kernels import quantized_gemm_reference as reference
 from moeplan.kernels.padded_rows import PaddedRows, dense_rows, padded_rows
-from moeplan.kernels.quantized_gemm import BACKENDS, QuantizedGemm, backend_of
+from moeplan.kernels.quantized_gemm import BACKENDS, QuantizedGemm, QuantizedOperands, backend_of
 from moeplan.kernels.recipes import RECIPES
+from moeplan.kernels.row_map import row_map
 from tests.kernels.fake_scaled_mm import fake_kernels
 from tests.kernels.fp8_interpreter import exact_fp8
 
@@ -45,6 +46,12 @@ def _operands(counts: list[int]) -> tuple[Tensor, Tensor, Tensor]:
     return x.bfloat16(), (grad * 1e-3).bfloat16(), (weight * 0.02).bfloat16()
 
 
+def _gradient_operands(backend: QuantizedGemm, name: str, counts: list[int]) -> QuantizedOperands:
+    recipe, rows, (x_RC, grad_RO, _) = RECIPES[name], _rows(counts), _operands(counts)
+    grad = backend.quantize_rows(grad_RO, rows, recipe, is_gradient=True)
+    return QuantizedOperands(grad.turned, backend.quantize_rows(x_RC, rows, recipe, is_gradient=False).turned, rows)
+
+
 def _products(backend: QuantizedGemm, name: str, counts: list[int]) -> list[Tensor]:
     """Output, gradient of the input, and weight gradients: written, and added to ones."""
     recipe, rows = RECIPES[name], _rows(counts)
@@ -53,8 +60,9 @@ def _products(backend: QuantizedGemm, name: str, counts: list[int]) -> list[Tens
     grad = backend.quantize_rows(grad_RO, rows, recipe, is_gradient=True)
     weight = backend.quantize_weights(weight_EOC, recipe)
     written, added = torch.full(weight_EOC.shape, 7.0), torch.ones(weight_EOC.shape)
-    backend.gradient_(written, grad.turned, x.turned, rows, recipe, add=False)
-    backend.gradient_(added, grad.turned, x.turned, rows, recipe, add=True)
+    parts = (QuantizedOperands(grad.turned, x.turned, rows),)
+    backend.gradient_(written, parts, recipe, add=False)
+    backend.gradient_(added, parts, recipe, add=True)
     forward = backend.multiply(x.as_is, weight.as_is, rows, recipe)
     backward = backend.multiply(grad.as_is, weight.turned, rows, recipe, is_gradient=True)
     return [forward, backward, written, added - 1]
@@ -100,6 +108,52 @@ class Contract:
             assert (len(forward), len(backward)) == (0, 0)
             assert not written.any()
             assert not added.any()
+
+    @pytest.mark.parametrize("other", [[0, 140, 5, 1], [0, 0, 0, 0]])
+    def test_two_micro_batches_give_what_they_give_one_by_one(self, other: list[int]) -> None:
+        backend = BACKENDS[self.backend]()
+        for name in self.recipes:
+            with exact_fp8():
+                parts = [_gradient_operands(backend, name, counts) for counts in (ROWS["ragged"], other)]
+                for add in (False, True):
+                    together, apart = (torch.full((4, OUT, WIDTH), 7.0) for _ in range(2))
+                    backend.gradient_(together, parts, RECIPES[name], add=add)
+                    backend.gradient_(apart, parts[:1], RECIPES[name], add=add)
+                    backend.gradient_(apart, parts[1:], RECIPES[name], add=True)
+                    torch.testing.assert_close(together, apart, rtol=1e-5, atol=1e-5, msg=name)
+
+    def test_a_weight_in_fp32_is_rounded_to_bf16_first(self) -> None:
+        weight_EAB = torch.randn(3, OUT, WIDTH, generator=torch.Generator().manual_seed(2)) * 0.02
+        backend = BACKENDS[self.backend]()
+        for name in self.recipes:
+            recipe, results = RECIPES[name], []
+            for weight in (weight_EAB, weight_EAB.bfloat16()):
+                with exact_fp8():
+                    amax = backend.weight_amax(weight, recipe)
+                    given = amax if recipe.scaling.scale == "fp32" else None
+                    stored = [part for form in backend.quantize_weights(weight, recipe, given) for part in form[:2]]
+                results.append([part.view(torch.uint8) if part.itemsize == 1 else part for part in (amax, *stored)])
+            assert torch.equal(amax, reference.weight_amax(weight_EAB, recipe)), name
+            assert all(torch.equal(got, expected) for got, expected in zip(*results, strict=True)), name
+
+    def test_tokens_are_multiplied_as_their_copies_are(self) -> None:
+        index_TK = torch.tensor([[0, 2], [2, 1], [2, 0], [1, 0]] * 30)
+        copied, generator = row_map(index_TK, 4), torch.Generator().manual_seed(1)
+        tokens_TC = torch.randn(120, WIDTH, generator=generator).bfloat16()
+        weight_EOC = torch.randn(4, OUT, WIDTH, generator=generator).bfloat16()
+        rows, backend = padded_rows(copied.offsets_E, 240), BACKENDS[self.backend]()
+        for name in self.recipes:
+            recipe, products = RECIPES[name], []
+            for x_RC, how in ((tokens_TC, copied), (tokens_TC[copied.token_of_row_R], None)):
+                total_ECC = torch.empty(4, WIDTH, WIDTH)
+                with exact_fp8():
+                    x = backend.quantize_rows(x_RC, rows, recipe, is_gradient=False, copied=how)
+                    weight = backend.quantize_weights(weight_EOC, recipe)
+                    y_RO = backend.multiply(x.as_is, weight.as_is, rows, recipe)
+                    parts = (QuantizedOperands(x.turned, x.turned, rows),)
+                    backend.gradient_(total_ECC, parts, recipe, add=False)
+                products.append((y_RO, total_ECC))
+            assert all(torch.equal(got, expected) for got, expected in zip(*products, strict=True)), name
 
 
 class TestReference(Contract):

@@ -14,7 +14,7 @@ from moeplan.kernels import quantized_gemm_blackwell as backend
 from moeplan.kernels import quantized_gemm_reference as reference
 from moeplan.kernels.padded_rows import PaddedRows, dense_rows, padded_rows
 from moeplan.kernels.quantize_reference import Quantized, dequantize
-from moeplan.kernels.quantized_gemm import Stored, backend_of
+from moeplan.kernels.quantized_gemm import QuantizedOperands, Stored, backend_of
 from moeplan.kernels.recipes import RECIPES, Recipe
 from moeplan.kernels.scale_tiles import tiled, tiled_by_expert
 from moeplan.run_config import RunConfig
@@ -110,7 +110,7 @@ def test_products_are_the_emulations(name: str, counts: list[int]) -> None:
                 one.multiply(x.as_is, weight.as_is, rows, recipe),
                 one.multiply(grad.as_is, weight.turned, rows, recipe, is_gradient=True),
             )
-            one.gradient_(total_EOC, grad.turned, x.turned, rows, recipe, add=False)
+            one.gradient_(total_EOC, (QuantizedOperands(grad.turned, x.turned, rows),), recipe, add=False)
         results.append((*products, total_EOC))
     got, expected = results
     assert torch.equal(got[0], expected[0])

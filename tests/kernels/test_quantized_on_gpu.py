@@ -9,7 +9,8 @@ from moeplan.executor.quantized_experts import is_fused, quantized_experts
 from moeplan.kernels import quantized_gemm_reference as reference
 from moeplan.kernels.activation import activation
 from moeplan.kernels.main_grad import MainGrad, set_main_grad
-from moeplan.kernels.padded_rows import dense_rows, padded_rows
+from moeplan.kernels.padded_rows import PaddedRows, dense_rows, padded_rows
+from moeplan.kernels.quantized_gemm import QuantizedOperands
 from moeplan.kernels.recipes import RECIPES
 
 pytestmark = pytest.mark.gpu
@@ -47,9 +48,10 @@ def test_products_are_those_of_the_reference(recipe_name: str, case: str) -> Non
         grad = backend.quantize_rows(grad_RO, rows, recipe, is_gradient=True)
         weight = backend.quantize_weights(weight_EOC, recipe)
         total, added = torch.full_like(weight_EOC, 7.0, dtype=torch.float32), torch.zeros(weight_EOC.shape).cuda()
-        backend.gradient_(total, grad.turned, x.turned, rows, recipe, add=False)
+        parts = (QuantizedOperands(grad.turned, x.turned, rows),)
+        backend.gradient_(total, parts, recipe, add=False)
         for _ in range(2):
-            backend.gradient_(added, grad.turned, x.turned, rows, recipe, add=True)
+            backend.gradient_(added, parts, recipe, add=True)
         products = [
             backend.multiply(one, two, rows, recipe)
             for one, two in ((x.as_is, weight.as_is), (grad.as_is, weight.turned))
@@ -58,6 +60,59 @@ def test_products_are_those_of_the_reference(recipe_name: str, case: str) -> Non
     for got, expected in zip(*results, strict=True):
         assert got.isfinite().all()
         assert _relative(got, expected) < ERROR
+
+
+@pytest.mark.parametrize("recipe_name", ["fp8_current", "fp8_blockwise"])
+@pytest.mark.parametrize("case", ROWS)
+@pytest.mark.parametrize("size", [1e-3, 1.0, 1e3])
+def test_weight_gradients_of_two_micro_batches_are_those_of_the_reference(
+    recipe_name: str, case: str, size: float
+) -> None:
+    """``size``: of the second one's gradients; the other's are of 1."""
+    from moeplan.kernels import quantized_gemm_triton as fast
+
+    recipe, results = RECIPES[recipe_name], []
+    both = [_gradient_inputs(counts, sized) for counts, sized in ((ROWS[case], 1.0), (ROWS[case][::-1], size))]
+    for backend in (fast, reference):
+        parts = []
+        for x_RC, grad_RO, rows in both:
+            grad = backend.quantize_rows(grad_RO, rows, recipe, is_gradient=True)
+            x = backend.quantize_rows(x_RC, rows, recipe, is_gradient=False)
+            parts.append(QuantizedOperands(grad.turned, x.turned, rows))
+        written, added = (torch.full((len(ROWS[case]), 640, 384), 7.0, device="cuda") for _ in range(2))
+        backend.gradient_(written, parts, recipe, add=False)
+        backend.gradient_(added, parts[::-1], recipe, add=True)
+        results.append((written, added - 7.0))
+    for got, expected in zip(*results, strict=True):
+        assert got.isfinite().all()
+        assert _relative(got, expected) < ERROR
+
+
+def _gradient_inputs(counts: list[int], size: float) -> tuple[Tensor, Tensor, PaddedRows]:
+    offsets_E = torch.tensor(counts, device="cuda").cumsum(0).int()
+    rows = padded_rows(offsets_E, sum(counts)) if len(counts) > 1 else dense_rows(sum(counts), offsets_E.device)
+    x_RC, grad_RO = (torch.randn(sum(counts), width, device="cuda").bfloat16() for width in (384, 640))
+    return x_RC, grad_RO * size, rows
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_scales_of_two_micro_batches_may_be_as_different_as_can_be(split: bool) -> None:
+    """The compiled division, and what is left out of it; under the interpreter: test_grouped_gemm_fp8_pairs.py."""
+    from moeplan.kernels.grouped_gemm_fp8_triton import gradient_gemm_
+
+    x_RC, grad_RO, rows = _gradient_inputs([300, 0, 77], 1.0)
+    x, grad = (one.t().contiguous() for one in (x_RC, grad_RO))
+    width = rows.num_padded - x.shape[1]
+    data = [nn.functional.pad(one, (0, width)).to(torch.float8_e4m3fn) for one in (grad, x)]
+    for first, second in ((1e-2, 1e-25), (1e-25, 1e-2), (1e-2, 1e-38), (1e-38, 1e-2), (1e20, 1e-20), (1e-37, 1e-37)):
+        one, scales = torch.ones((), device="cuda"), torch.tensor([first, second], device="cuda")
+        parts = [QuantizedOperands((data[0], scale, None), (data[1], one, None), rows) for scale in scales]
+        together, apart = (torch.zeros(3, 640, 384, device="cuda") for _ in range(2))
+        gradient_gemm_(together, parts, split=split)
+        for part in parts:
+            gradient_gemm_(apart, [part], split=split)
+        assert together.isfinite().all()
+        assert _relative(together, apart) < 1e-3
 
 
 @pytest.mark.parametrize("recipe_name", ["mxfp8", "nvfp4"])
@@ -81,7 +136,7 @@ def test_blackwells_products_are_those_of_the_reference(recipe_name: str, case: 
         grad = backend.quantize_rows(grad_RO, rows, recipe, is_gradient=True)
         weight = backend.quantize_weights(weight_EOC, recipe)
         total = torch.ones(weight_EOC.shape, device="cuda")
-        backend.gradient_(total, grad.turned, x.turned, rows, recipe, add=False)
+        backend.gradient_(total, (QuantizedOperands(grad.turned, x.turned, rows),), recipe, add=False)
         forward = backend.multiply(x.as_is, weight.as_is, rows, recipe)
         results.append((forward, backend.multiply(grad.as_is, weight.turned, rows, recipe, is_gradient=True), total))
     for got, expected in zip(*results, strict=True):
@@ -100,7 +155,8 @@ def test_long_gradients_of_weights_are_summed_in_two_levels(num_experts: int) ->
     one = torch.ones((), device="cuda")
     offsets_E = torch.arange(1, num_experts + 1, device="cuda", dtype=torch.int32) * width
     total_EMN = torch.empty(num_experts, 256, 256, device="cuda")
-    fast.gradient_(total_EMN, (a_MP, one, None), (b_NP, one, None), padded_rows(offsets_E, 32768), recipe, add=False)
+    operands = QuantizedOperands((a_MP, one, None), (b_NP, one, None), padded_rows(offsets_E, 32768))
+    fast.gradient_(total_EMN, (operands,), recipe, add=False)
     parts = ((part.double() for part in x.split(width, 1)) for x in (a_MP, b_NP))
     exact_EMN = torch.stack([a @ b.t() for a, b in zip(*parts, strict=True)])
     assert _relative(total_EMN, exact_EMN) < 1e-3
