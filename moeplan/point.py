@@ -109,7 +109,7 @@ class Point:
     def pairs_wait_as_tokens(self) -> bool:
         """Whether rows of experts' first matrix that wait for a micro-batch do so as the tokens they are copies of.
 
-        They are nothing else where no rank sends any and none are dropped.
+        They are nothing else where no rank sends any and none are dropped. In low precision rows wait as they are.
         """
         return "expert_fc1" in self.paired_wgrad and self.ep * self.etp == 1 and self.routing != "drop"
 

@@ -117,7 +117,7 @@ def _setting(model: ModelSpec, kind: ActivationKind, point: Point, stack: Softwa
         fused_attention=stack.fused_attention,
         tokens=point.tokens_per_rank,
         seq_len=point.seq_len,
-        precision="bf16" if _is_bf16(kind, point) else point.precision,
+        precision="bf16" if is_bf16(kind, point) else point.precision,
         bf16_modules=point.bf16_modules,
         etp=point.etp,
         memory_efficient_permutation=point.memory_efficient_permutation,
@@ -127,7 +127,7 @@ def _setting(model: ModelSpec, kind: ActivationKind, point: Point, stack: Softwa
     )
 
 
-def _is_bf16(kind: ActivationKind, point: Point) -> bool:
+def is_bf16(kind: ActivationKind, point: Point) -> bool:
     """Whether the plan keeps a layer out of its low precision."""
     return "mtp" in point.bf16_modules if kind == "mtp" else isinstance(kind, LayerKind) and kind.is_bf16
 

@@ -115,9 +115,13 @@ def _gemm_backward(op: Op, after: tuple[str, ...], shape: OpShape, stack: StackT
 
 
 def _copies(op: Op, after: tuple[str, ...], shape: OpShape, stack: StackTime) -> list[Op]:
-    """Input rows that wait as tokens: one copy of each is put aside, and all are made again for its partner."""
+    """Input rows that wait as tokens: one copy of each is put aside, and all are made again for its partner.
+
+    Not of quantized rows, which wait as they are.
+    """
     tokens, rows = shape.own_tokens, op.rows * op.num_groups
-    if op.name != "expert_fc1" or not shape.pairs_wait_as_tokens or rows <= tokens:
+    waits_as_tokens = shape.pairs_wait_as_tokens and shape.format.quantized_bytes is None
+    if op.name != "expert_fc1" or not waits_as_tokens or rows <= tokens:
         return []
     waiting_frac = 1 - shape.paired_adds_frac  # of the micro-batches
     moved = waiting_frac * (3 * tokens + rows) * op.inner * shape.element_bytes * stack.permute_factor.value

@@ -19,7 +19,7 @@ from moeplan.simulator.op import Cost
 from moeplan.simulator.placement import rank_parameters
 from moeplan.simulator.rank_groups import shard_groups
 from moeplan.simulator.stack_time import StackTime
-from moeplan.simulator.training_state import adam_bytes, main_weight_bytes
+from moeplan.simulator.training_state import adam_bytes, main_weight_bytes, requantize_bytes
 from moeplan.units import DTYPE_BYTES
 from moeplan.vocabulary import PRECISIONS
 
@@ -38,7 +38,7 @@ class StepEnds:
 
 
 def step_ends(model: ModelSpec, point: Point, stack: StackTime, profile: HardwareProfile) -> tuple[StepEnds, ...]:
-    """For every pipeline rank. Adam takes the bytes of :func:`adam_bytes`.
+    """For every pipeline rank. Adam takes the bytes of :func:`adam_bytes`, quantizing :func:`requantize_bytes`.
 
     On the host, a part of it takes what :func:`host_adam_s` says; states that waited there come back first. Adapters of
     frozen weights are too small to count.
@@ -48,6 +48,7 @@ def step_ends(model: ModelSpec, point: Point, stack: StackTime, profile: Hardwar
     dense, expert = shard_groups(point, profile)
     precision = PRECISIONS[point.precision]
     grad_bytes, update_bytes = DTYPE_BYTES[point.grad_dtype], adam_bytes(point)
+    requantize_own_bytes, requantize_all_bytes = requantize_bytes(point)
     is_sharded = point.sharding != "none"
     # Full sharding gathers weights for every forward and every backward, and reduces gradients every micro-batch.
     num_gathers, num_reductions = (
@@ -81,13 +82,13 @@ def step_ends(model: ModelSpec, point: Point, stack: StackTime, profile: Hardwar
                 costs.append(gathering)
             own = held / group.num_ranks if is_sharded else held
             # Adam, the norm's read of gradients, zeroing them where a stack does, requantizing weights once a step.
-            requantize = quantized * (precision.param_bytes + precision.quantized_weight_bytes)
+            own_quantized = quantized / group.num_ranks if is_sharded else quantized
+            moved += own_quantized * requantize_own_bytes + quantized * requantize_all_bytes
             zeroed = held if stack.zeroes_main_grads else own * (point.sharding == "full")  # units add to parts
             moved += own * (update_bytes * (1 - on_host_frac) + grad_bytes) + zeroed * grad_bytes
             host_s += host_adam_s(own * on_host_frac, profile)
             if point.offload_optimizer_states:
                 host_s += states_back_s(own * state_bytes, profile)
-            moved += requantize if precision.quantized_weight_bytes else 0.0
         ends.append(StepEnds(reduce_s, gather_s, moved / bandwidth + host_s, tuple(costs)))
     return tuple(ends)
 

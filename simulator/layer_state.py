@@ -3,17 +3,20 @@
 from collections.abc import Iterator
 from functools import lru_cache
 
-from moeplan.model_spec import ModelSpec
+from moeplan.model_spec import LayerKind, ModelSpec, Moe
 from moeplan.point import Point
-from moeplan.simulator.activations import ActivationKind, kept_bytes, saved_tensors
+from moeplan.simulator.activations import ActivationKind, is_bf16, kept_bytes, saved_tensors
 from moeplan.simulator.dispatch import routed_load
 from moeplan.simulator.echo import clone_bytes, levelled_load
 from moeplan.simulator.placement import Chunk
 from moeplan.simulator.stack import SoftwareStack
 from moeplan.simulator.tensor_tables import Component
-from moeplan.vocabulary import PRECISIONS
+from moeplan.vocabulary import PRECISIONS, Precision
 
 Part = tuple[Component, str, float]
+# Quantized rows of each expert end in whole tiles, with room for the most padding there can be: how much there is, the
+# device alone knows (executor: kernels/padded_rows.py).
+_TILE_ROWS = 128
 
 
 def expert_row_factor(model: ModelSpec, point: Point, stack: SoftwareStack) -> float:
@@ -24,12 +27,14 @@ def expert_row_factor(model: ModelSpec, point: Point, stack: SoftwareStack) -> f
     """
     if model.moe is None:
         return 1.0
-    spread = stack.time.choice_spread_frac.value
-    imbalance = levelled_load(routed_load(model.moe, point.routing, spread, point.ep), point.echo_slots)
-    if point.paged_stash_factor:  # room for that many rows, whoever got them
-        imbalance = max(imbalance, point.paged_stash_factor)
     padding = (PRECISIONS[point.precision].alignment - 1) / 2 * model.moe.num_experts / point.ep
-    return imbalance * (1 + padding / (point.tokens_per_rank * model.moe.top_k * point.etp))
+    return _imbalance(model.moe, point, stack) * (1 + padding / (point.tokens_per_rank * model.moe.top_k * point.etp))
+
+
+def _imbalance(moe: Moe, point: Point, stack: SoftwareStack) -> float:
+    spread = stack.time.choice_spread_frac.value
+    load = levelled_load(routed_load(moe, point.routing, spread, point.ep), point.echo_slots)
+    return max(load, point.paged_stash_factor)  # room for that many rows, whoever got them
 
 
 def graph_io_bytes(model: ModelSpec, kind: ActivationKind, point: Point, stack: SoftwareStack) -> float:
@@ -70,21 +75,36 @@ def waiting_bytes(model: ModelSpec, point: Point, stack: SoftwareStack, chunks: 
     """Operands of experts' weight gradients that wait for the next micro-batch, of all layers of a rank.
 
     Of the first matrix its input and its output's gradient, of the second likewise: rows of H + 2F (gated) and F + H.
-    Where input rows of the first are copies of tokens, those wait. Indices, 4 bytes a row each, are not counted.
+    Indices, 4 bytes a row each, are not counted.
     """
     moe = model.moe
     if moe is None or not point.paired_wgrad:
         return 0.0
+    total = 0.0
+    for kind, count in (one for chunk in chunks for one in layer_counts(chunk)):
+        layer = model.mtp_kind if kind == "mtp" else kind
+        if isinstance(layer, LayerKind) and layer.mlp == "moe":
+            precision = "bf16" if is_bf16(kind, point) else point.precision
+            total += count * _waiting_layer_bytes(model, moe, point, stack, PRECISIONS[precision])
+    return total
+
+
+def _waiting_layer_bytes(model: ModelSpec, moe: Moe, point: Point, stack: SoftwareStack, precision: Precision) -> float:
+    """Of one layer: quantized operands with their padding; others as rows, or tokens where the first's are copies."""
+    rows = point.tokens_per_rank * moe.top_k * point.etp * _imbalance(moe, point, stack)
+    inputs, element_bytes = rows, precision.activation_bytes
+    if precision.quantized_bytes is not None:
+        padding = (_TILE_ROWS - 1) * min(moe.num_experts / point.ep, rows)
+        inputs = rows = (rows + padding) // _TILE_ROWS * _TILE_ROWS
+        element_bytes = precision.quantized_bytes * (1 + precision.scale_frac)
+    elif point.pairs_wait_as_tokens:
+        inputs = point.tokens_per_rank
     width, hidden = moe.expert_ffn_size / point.etp, model.expert_hidden_size
-    rows = point.tokens_per_rank * moe.top_k * point.etp * expert_row_factor(model, point, stack)
-    inputs = point.tokens_per_rank if point.pairs_wait_as_tokens else rows
     each = {
         "expert_fc1": inputs * hidden + rows * (model.mlp_matrices - 1) * width,
         "expert_fc2": rows * (width + hidden),
     }
-    num_layers = sum(chunk.num_moe(model) for chunk in chunks)
-    num_elements = sum(each[name] for name in point.paired_wgrad)
-    return num_layers * num_elements * PRECISIONS[point.precision].activation_bytes
+    return sum(each[matrix] for matrix in point.paired_wgrad) * element_bytes
 
 
 def layer_counts(chunk: Chunk) -> Iterator[tuple[ActivationKind, int]]:

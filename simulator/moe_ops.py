@@ -203,13 +203,17 @@ def _permute(build: LayerBuilder, moe: Moe, name: str, segment: Segment, *, loca
     is_fused = shape.permute_fusion or shape.is_device_driven or (local and shape.backend == "alltoall")
     factor = stack.permute_factor if is_fused else stack.unfused_permute_factor
     num_bytes = elements * shape.element_bytes * factor.value
+    # Sums stay: of outputs, and of gradients of inputs. Copies are written by what quantizes them (:func:`_quantized`).
+    forward, backward = num_bytes, num_bytes
+    if shape.copies_quantize:
+        forward, backward = (0.0, num_bytes) if name == "permute" else (num_bytes, 0.0)
     return [
         Op(
             name=name,
             kind="gather",
             family="permute",
-            hbm_bytes=num_bytes,
-            backward_hbm_bytes=num_bytes,
+            hbm_bytes=forward,
+            backward_hbm_bytes=backward,
             segment=segment,
             scope="moe",
             num_kernels=2 if is_fused else UNFUSED_PERMUTE_KERNELS,
@@ -292,14 +296,7 @@ def _experts(build: LayerBuilder, moe: Moe) -> list[Op]:
         scope="moe",
         modules=("moe",),
     )
-    # Fused kernels quantize between the two GEMMs; what comes from and goes to other ranks is quantized apart.
-    quantized = build.quantize(
-        "expert.quantize",
-        (total * (hidden + (0 if is_fused else width)), total * (hidden + (0 if is_fused else gates * width))),
-        "permute",
-        "expert",
-        "moe",
-    )
+    quantized = _quantized(build, moe, total, width * (not is_fused), gates)
     if not build.stack.time.grouped_gemm:
         act = replace(act, num_kernels=local_experts)
         quantized = [replace(one, num_kernels=local_experts) for one in quantized]
@@ -311,6 +308,34 @@ def _experts(build: LayerBuilder, moe: Moe) -> list[Op]:
         *([bias] if moe.mlp_bias else []),
         *_stash(build, total, gates, width),
     ]
+
+
+def _quantized(build: LayerBuilder, moe: Moe, rows: float, width: float, gates: int) -> list[Op]:
+    """Operands of the experts' GEMMs: rows, and the activation of ``width`` (0: its own kernels write it quantized).
+
+    What comes from other ranks and goes there is quantized apart. Where copies are quantized as they are made, tokens
+    are read (twice where one scale covers them all) and both layouts of each copy written.
+    """
+    shape, hidden = build.shape, build.model.expert_hidden_size
+    rest = 0.0 if shape.copies_quantize else hidden
+    elements = (rows * (rest + width), rows * (rest + gates * width))
+    ops = build.quantize("expert.quantize", elements, "permute", "expert", "moe")
+    if shape.copies_quantize:
+        reads = shape.own_tokens * shape.element_bytes * (1 if shape.format.scale_frac else 2)
+        moved = (reads + rows * 2 * (shape.format.quantized_bytes or 0.0)) * hidden
+        ops.append(
+            Op(
+                name="expert.copies",
+                kind="gather",
+                family="permute",
+                hbm_bytes=moved,
+                backward_hbm_bytes=moved,
+                segment="expert",
+                scope="moe",
+                num_kernels=3,
+            )
+        )
+    return ops
 
 
 def _stash(build: LayerBuilder, rows: float, gates: int, width: float) -> list[Op]:

@@ -69,6 +69,7 @@ class OpShape:
     paired_adds_frac: float
     pairs_wait_as_tokens: bool
     routing: Routing
+    copies_quantize: bool
     cuda_graph: tuple[CudaGraphScope, ...]
     fused_grouped_mlp: bool
     permute_fusion: bool
@@ -111,6 +112,7 @@ class OpShape:
             pairs_wait_as_tokens=point.pairs_wait_as_tokens,
             paired_adds_frac=point.paired_adds_frac if point.paired_wgrad else 1.0,
             routing=point.routing,
+            copies_quantize=_copies_quantize(point, stack),
             cuda_graph=point.cuda_graph,
             fused_grouped_mlp=point.fused_grouped_mlp,
             permute_fusion=point.permute_fusion,
@@ -132,7 +134,7 @@ class OpShape:
         """The shape of one part's ops: a layer that stays in bf16 knows no low precision."""
         if part.layer_kind is None or not part.layer_kind.is_bf16:
             return self
-        return replace(self, precision="bf16", fp8_attention=False, bf16_modules=())
+        return replace(self, precision="bf16", copies_quantize=False, fp8_attention=False, bf16_modules=())
 
     @property
     def format(self) -> Precision:
@@ -172,6 +174,12 @@ class OpShape:
         """Rows of one local expert under balance, T K EP ETP / E, padded to the precision's alignment."""
         rows = self.own_tokens * moe.top_k * self.ep * self.etp / moe.num_experts
         return ceil(rows / self.format.alignment) * self.format.alignment
+
+
+def _copies_quantize(point: Point, stack: SoftwareStack) -> bool:
+    """Whether nothing travels or is dropped, and experts weigh their outputs themselves, in a recipe that does it."""
+    is_alone = point.ep * point.etp == 1 and point.routing != "drop" and point.memory_efficient_permutation
+    return is_alone and point.precision in stack.time.copies_quantize
 
 
 def _attention_frac(stack: SoftwareStack, profile: HardwareProfile) -> float:

@@ -34,11 +34,6 @@ class Chunk(NamedTuple):
         """Layers, those of MTP depths included."""
         return sum(count for _, count in self.layers) + self.num_mtp
 
-    def num_moe(self, model: ModelSpec) -> int:
-        """Layers with experts, those of MTP depths included."""
-        in_depths = self.num_mtp if model.mtp_kind.mlp == "moe" else 0
-        return sum(count for kind, count in self.layers if kind.mlp == "moe") + in_depths
-
 
 @lru_cache(maxsize=4096)
 def rank_chunks(

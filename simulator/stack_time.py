@@ -64,6 +64,11 @@ class StackTime(Record):
     norm_quantizes: tuple[PrecisionName, ...] = Field(
         default=(), description="recipes in which a norm writes the quantized copies in the place of its output"
     )
+    copies_quantize: tuple[PrecisionName, ...] = Field(
+        default=(),
+        description="recipes in which a rank that holds all experts quantizes tokens, and gradients of their sums, as "
+        "it copies them: no copy is written in bf16",
+    )
     loss_bytes_per_logit: Sourced = Field(
         description="bytes moved per logit by the cross entropy, forward and backward"
     )

@@ -84,6 +84,20 @@ def adam_bytes(point: Point) -> float:
     return DTYPE_BYTES[point.grad_dtype] + 2 * (main_weight_bytes(point) + moment_bytes) + copy_bytes
 
 
+def requantize_bytes(point: Point) -> tuple[float, float]:
+    """Bytes that quantizing one weight once a step moves: on ranks that update it, and on all that multiply by it.
+
+    All read the BF16 copy and write the quantized ones. FP8 primary weights have no such copy, which Adam then does not
+    write either: where a main weight is, it is read for the largest magnitude and once more to be quantized. (MXFP8's
+    travel in BF16 and are quantized from that.)
+    """
+    precision = PRECISIONS[point.precision]
+    if point.fp8_primary_weights and point.precision in (*_PER_TENSOR, "fp8_blockwise"):
+        return 2 * _MAIN_WEIGHT_BYTES - precision.param_bytes, precision.quantized_weight_bytes
+    is_quantized = precision.quantized_weight_bytes > 0
+    return 0.0, (precision.param_bytes + precision.quantized_weight_bytes) * is_quantized
+
+
 def num_weight_copies(point: Point, profile: HardwareProfile) -> int:
     """1 for per-tensor FP8 on devices whose FP8 GEMMs take either layout (those that run MXFP8), else 2.
 

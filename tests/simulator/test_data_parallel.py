@@ -67,6 +67,21 @@ def test_optimizer_moves_the_bytes_of_adam(changes: dict[str, Any], remainder_by
     assert step_ends(plan.model, plan.point, STACK.time, H100)[0].optimizer_s == pytest.approx(moved / reached)
 
 
+@pytest.mark.parametrize("sharding, num_ranks", [("none", 1), ("optimizer", 8)])
+def test_primary_weights_are_quantized_from_main_weights(sharding: Any, num_ranks: int) -> None:
+    """Read twice at 4 bytes where they are updated, and no bf16 copy of 2 is written there or read on any rank."""
+    plan = Plan(model=load_model("llama3-8b"), hardware="h100", num_gpus=8, seq_len=4096, global_batch_size=64)
+    plan = plan.replace(precision="fp8_current", sharding=sharding)
+    groups = rank_parameters(plan.model, plan.layout, 1, tp=1, etp=1, ep=1)[0]
+    quantized = sum(group.num_elements for group in groups if group.is_quantized)
+    reached = H100.hbm_bytes_per_s.value * STACK.time.optimizer_efficiency_frac.value
+    copied, primary = (
+        step_ends(plan.model, plan.replace(fp8_primary_weights=is_primary).point, STACK.time, H100)[0].optimizer_s
+        for is_primary in (False, True)
+    )
+    assert primary - copied == pytest.approx(quantized * ((8 - 2) / num_ranks - 2) / reached)
+
+
 def test_gradients_that_are_written_over_are_not_zeroed() -> None:
     plan = Plan(model=load_model("llama3-8b"), hardware="h100", num_gpus=1, seq_len=4096, global_batch_size=1)
     elements = sum(group.num_elements for group in rank_parameters(plan.model, plan.layout, 1, tp=1, etp=1, ep=1)[0])

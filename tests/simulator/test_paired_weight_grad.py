@@ -73,6 +73,23 @@ def test_rows_that_travel_or_are_dropped_wait_as_they_are(fields: dict[str, obje
     assert kept_bytes(**fields) == 6 * 16_384 * 8 * (2048 + 2 * 768 + 768 + 2048) * 2
 
 
+@pytest.mark.parametrize("precision, element_bytes", [("fp8_current", 1), ("fp8_blockwise", 1 + 4 / 128)])
+def test_quantized_operands_wait_in_whole_tiles(precision: str, element_bytes: float) -> None:
+    rows = (16_384 * 8 + 127 * 128) // 128 * 128
+    kept = 6 * rows * (2048 + 2 * 768 + 768 + 2048) * element_bytes
+    assert kept_bytes(precision=precision) == pytest.approx(kept, rel=1e-9)
+    assert kept == pytest.approx(element_bytes * 5.66e9, rel=1e-3)
+    in_half = kept_bytes(precision=precision, bf16_first_layers=3)  # tokens of those wait
+    assert in_half == pytest.approx((kept + kept_bytes()) / 2, rel=1e-9)
+
+
+def test_quantized_rows_are_added_once_and_not_copied_again() -> None:
+    plain, paired = (predict(plan_of(precision="fp8_current", paired_wgrad=some), H200, NATIVE) for some in ((), BOTH))
+    assert paired.time_s["permute"].total_s == plain.time_s["permute"].total_s
+    rate = H200.hbm_bytes_per_s.value * H200.hbm_efficiency_frac.value
+    assert plain.step_s - paired.step_s == pytest.approx(4 * 8 * WEIGHTS / rate, rel=0.03)
+
+
 def test_another_engine_has_none() -> None:
     point = plan_of(paired_wgrad=BOTH).point
     assert "paired_wgrad" in dict(load_stack("megatron-bridge-26.08").violations(plan_of().model, point))
