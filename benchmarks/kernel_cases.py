@@ -140,7 +140,7 @@ def _row_cases(plan: Plan, moe: Moe, device: torch.device) -> Iterator[Case]:
 def _waiting_case(operands: Operands, rows: RowMap) -> Case:
     """What pairs of weight gradients cost where a micro-batch's rows wait as tokens."""
     (T, K), (R, H) = rows.row_of_slot_TK.shape, operands.x_TH.shape
-    runs = {"triton" if rows.offsets_E.is_cuda else "torch": lambda: operands.with_tokens().with_rows()}
+    runs = {"triton" if rows.offsets_E.is_cuda else "torch": lambda: operands.put_aside().brought_back()}
     return Case("rows put aside as tokens, and copied again", f"{T} x {K}, {H}", runs, 0, BF16 * (3 * T + R) * H)
 
 
