@@ -32,7 +32,7 @@ from moeplan.mixers import GqaAttention
 from moeplan.plan import Plan
 from moeplan.run_config import RunConfig
 from moeplan.simulator.training_state import adam_bytes
-from moeplan.vocabulary import OpFamily
+from moeplan.vocabulary import PRECISIONS, OpFamily
 
 BF16, FP32 = 2, 4
 Kernels = dict[tuple[OpFamily, str], tuple[float, int]]  # seconds and launches of a step
@@ -40,9 +40,10 @@ Kernels = dict[tuple[OpFamily, str], tuple[float, int]]  # seconds and launches 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Rates under load: FLOP/s of dense GEMMs and of attention's passes, bytes/s of HBM."""
+    """Rates under load: FLOP/s of dense GEMMs in bf16, of the plan's linears, of attention's passes; bytes/s of HBM."""
 
     gemm_flops_per_s: float
+    linear_flops_per_s: float
     attention_flops_per_s: tuple[float, float]
     hbm_bytes_per_s: float
 
@@ -64,8 +65,9 @@ class Group:
 
 
 def ceilings_of(profile_: HardwareProfile, plan: Plan) -> Ceilings:
-    """The profile's bf16 rates: the best dense shape, attention at the plan's sequence length."""
-    dense = max(max(curve.flops_per_s) for curve in profile_.gemm if curve.dtype == "bf16")
+    """The profile's rates: of the best dense shape, of attention in bf16 at the plan's sequence length."""
+    dtypes = ("bf16", PRECISIONS[plan.precision].gemm_dtype)
+    dense, linear = (max(max(one.flops_per_s) for one in profile_.gemm if one.dtype == dtype) for dtype in dtypes)
     head_dim = plan.model.attention.qk_head_dim
     curves = [one for one in profile_.attention if one.dtype == "bf16" and one.qk_head_dim == head_dim]
     passes = []
@@ -74,7 +76,7 @@ def ceilings_of(profile_: HardwareProfile, plan: Plan) -> Ceilings:
         nearest = min(range(len(curve.seq_len)), key=lambda index: abs(curve.seq_len[index] - plan.seq_len))
         passes.append(curve.flops_per_s[nearest])
     hbm = profile_.hbm_bytes_per_s.value * profile_.hbm_efficiency_frac.value
-    return Ceilings(dense, (passes[0], passes[1]), hbm)
+    return Ceilings(dense, linear, (passes[0], passes[1]), hbm)
 
 
 def groups_of(plan: Plan, ceilings: Ceilings, num_parameters: int) -> list[Group]:
@@ -88,7 +90,7 @@ def groups_of(plan: Plan, ceilings: Ceilings, num_parameters: int) -> list[Group
     dense = L * H * width * (2 * heads + 2 * kv)
     experts = L * E * 3 * H * F
     added = FP32 * (2 * plan.num_micro_batches - 1)  # bytes a weight: written once, then read and written
-    gemm, (fwd, bwd) = ceilings.gemm_flops_per_s, ceilings.attention_flops_per_s
+    gemm, linear, (fwd, bwd) = ceilings.gemm_flops_per_s, ceilings.linear_flops_per_s, ceilings.attention_flops_per_s
     scores = L * T * plan.seq_len * width * heads  # of one causal product
     expert_flops = L * rows * 2 * 3 * H * F
     # Passes: forward of the first norm 2, of the second with the sum before it 4; backward with the stream's gradient 4
@@ -98,21 +100,30 @@ def groups_of(plan: Plan, ceilings: Ceilings, num_parameters: int) -> list[Group
     router = L * T * (4 * H * BF16 + E * (4 * FP32 + 3 * BF16))
     read = 2 * plan.num_micro_batches * experts * BF16
     by_pass = [
-        Group("experts: weight gradient, added to fp32", "expert_gemm", "_add_products|nvjet_sm90_tss", expert_flops,
-              experts * added, gemm),
-        Group("experts: forward and input gradient", "expert_gemm", ".*", 2 * expert_flops, read, gemm),
+        Group("experts: weight gradient, added to fp32", "expert_gemm", "_add_products|nvjet_sm90_tss|_gradient",
+              expert_flops, experts * added, linear),
+        Group("experts: forward and input gradient", "expert_gemm", ".*", 2 * expert_flops, read, linear),
     ]  # fmt: skip
     # The names of quack's kernels do not tell the passes apart.
+    # Operands of quantized dense layers, read in bf16 and written in both layouts; weights from fp32, once a step.
+    inputs = H + width * heads + width * (heads + 2 * kv) + H
+    weights = FP32 + 2
+    quantized = [
+        Group("dense operands quantized", "elementwise", "(_quantize_rows|amax_of_parts)", 0, L * T * inputs * 4, gemm),
+        Group("weights quantized", "optimizer", "(_quantize_weights|amax_of_parts|.*copy)", 0,
+              (dense + experts) * weights, gemm),
+    ] if linear != gemm else []  # fmt: skip
     together = [Group("experts: all products", "expert_gemm", ".*", 3 * expert_flops, read + experts * added, gemm)]
     return [
         *(together if any(name in TILES for name in choices().values()) else by_pass),
         Group("attention: forward", "attention", ".*(fprop|FlashAttentionForward).*", 2 * scores, 0, fwd),
         Group("attention: backward", "attention", ".*", 5 * scores, 0, bwd),
-        Group("dense layers", "dense_gemm", ".*", 6 * T * dense, dense * added, gemm),
+        Group("dense layers", "dense_gemm", ".*", 6 * T * dense, dense * added, linear),
         Group("head", "loss", "(nvjet|.*gemm).*", 6 * T * H * V, V * H * added, gemm),
         Group("cross entropy", "loss", ".*", 0, 3 * T * V * BF16, gemm),
         Group("router", "router", ".*", L * 6 * T * H * E, router, gemm),
-        Group("rows copied", "permute", "(_spread|_copy)", 0, L * 2 * (T + rows) * H * BF16, gemm),
+        # Copies that are quantized as they are made come to the same bytes: two layouts of one byte.
+        Group("rows copied", "permute", "(_spread|_copy|_quantize_rows)", 0, L * 2 * (T + rows) * H * BF16, gemm),
         Group("rows summed", "permute", "_sum", 0, L * 2 * (T + rows) * H * BF16, gemm),
         Group("rows sorted", "permute", ".*", 0, L * rows * 32, gemm),
         Group("activation: forward", "elementwise", "_forward", 0, L * rows * 3 * F * BF16, gemm),
@@ -120,6 +131,7 @@ def groups_of(plan: Plan, ceilings: Ceilings, num_parameters: int) -> list[Group
         Group("heads split and rotated", "elementwise", "(_rotate|_copy_heads)", 0,
               L * 4 * T * width * (heads + 2 * kv) * BF16, gemm),
         Group("norms and sums before them", "elementwise", "_norm", 0, norms, gemm),
+        *quantized,
         Group("residual sums and the rest", "elementwise", ".*", 0, (3 * L + 4) * T * H * BF16, gemm),
         Group("Adam", "optimizer", "_step", 0, adam_bytes(plan.point) * num_parameters, gemm),
         Group("gradient norm", "optimizer", ".*", 0, FP32 * num_parameters, gemm),

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moeplan.kernels import grouped_gemm_fp8_triton, quantize_triton
+from moeplan.kernels import grouped_gemm_fp8_triton, quantize_triton, quantize_weights_triton
 from moeplan.kernels.padded_rows import PaddedRows
 from moeplan.kernels.quantize_reference import DTYPES, scale_of
 from moeplan.kernels.quantized_gemm import Pair, QuantizedOperands, Stored
@@ -42,13 +42,13 @@ def quantize_rows(
 
 def weight_amax(weight_EAB: Tensor, recipe: Recipe) -> Tensor:
     """See :class:`moeplan.kernels.quantized_gemm.QuantizedGemm`."""
-    return quantize_triton.weight_amax(weight_EAB, blockwise=recipe.scaling.block is not None)
+    return quantize_weights_triton.weight_amax(weight_EAB, blockwise=recipe.scaling.block is not None)
 
 
 def quantize_weights(weight_EAB: Tensor, recipe: Recipe, amax: Tensor | None = None) -> Pair:
     """See :class:`moeplan.kernels.quantized_gemm.QuantizedGemm`."""
     blockwise = recipe.scaling.block is not None
-    return quantize_triton.quantize_weights(weight_EAB, DTYPES[recipe.element], blockwise=blockwise, amax=amax)
+    return quantize_weights_triton.quantize_weights(weight_EAB, DTYPES[recipe.element], blockwise=blockwise, amax=amax)
 
 
 def weight_scales(amax: Tensor, shape: tuple[int, ...], recipe: Recipe) -> tuple[Tensor, Tensor]:

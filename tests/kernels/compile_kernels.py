@@ -13,6 +13,7 @@ from triton.compiler import ASTSource
 
 from moeplan.kernels import (
     accumulate_triton,
+    activation_fp8_sums_triton,
     activation_fp8_triton,
     activation_triton,
     adam_triton,
@@ -28,6 +29,7 @@ from moeplan.kernels import (
     permute_triton,
     quantize_mxfp8_triton,
     quantize_triton,
+    quantize_weights_triton,
     rotary_triton,
     router_triton,
     row_map_triton,
@@ -100,6 +102,7 @@ QUANTIZE_WEIGHTS = [
     {"BLOCKWISE": blockwise, "HAS_AMAX": has_amax, "LARGEST": 448.0, "SIDE": 128}
     for blockwise, has_amax in ((False, True), (True, False), (True, True))
 ]
+WEIGHT_OUTPUTS = "*fp32 *fp8e4nv *fp8e4nv *fp32 *fp32 i32 i32"
 MXFP8 = {"SIDE": 128, "num_warps": 8}
 FP8_ACTIVATION = [
     one | {"CODE": code, "GATED": code == 0, "HAS_PROBS": True, "num_warps": 8} for one in QUANTIZE for code in (0, 2)
@@ -124,13 +127,13 @@ KERNELS = (
     (accumulate_triton._add, "*fp32 *bf16 i64", [{"BLOCK": 4096}]),
     (activation_triton._forward, "*bf16 *fp32 *bf16 i32", ACTIVATION),
     (activation_triton._backward, "*bf16 *bf16 *fp32 *bf16 *fp32 i32", ACTIVATION),
-    (activation_fp8_triton._forward_amax, "*bf16 *fp32 *fp32 i32 i32", FP8_SUMS),
+    (activation_fp8_sums_triton._forward_amax, "*bf16 *fp32 *fp32 i32 i32", FP8_SUMS),
     (
         activation_fp8_triton._forward,
         "*bf16 *fp32 *fp32 *i32 *i32 *fp8e4nv *fp8e4nv *fp32 *fp32 i32 i32",
         FP8_ACTIVATION,
     ),
-    (activation_fp8_triton._backward_sums, "*bf16 *bf16 *fp32 *fp32 *fp32 i32 i32", FP8_SUMS),
+    (activation_fp8_sums_triton._backward_sums, "*bf16 *bf16 *fp32 *fp32 *fp32 i32 i32", FP8_SUMS),
     (
         activation_fp8_triton._backward,
         "*bf16 *bf16 *fp32 *fp32 *i32 *i32 *fp8e5 *fp8e5 *fp32 *fp32 i32 i32",
@@ -192,17 +195,21 @@ KERNELS = (
     (permute_triton._spread, "*bf16 *i32 *bf16 i32", [{"K": 8, "BLOCK": 2048}]),
     (permute_triton._copy, "*bf16 *i32 *bf16 i32 i32", [{"BLOCK": 1024}]),
     (permute_triton._sum, "*bf16 *i32 *bf16 i32", [FP32 | {"K": top_k} for top_k in (1, 8)]),
-    (quantize_triton._amax, "*bf16 *fp32 i32", [{"BLOCK": 16384}]),
+    (quantize_triton.amax_of_parts, "*bf16 *fp32 i32", [{"BLOCK": 16384}]),
     (
         quantize_triton._quantize_rows,
         "*bf16 *i32 *fp32 *i32 *i32 *fp8e4nv *fp8e4nv *fp32 *fp32 i32 i32",
         [one | {"TOP_K": top_k, "COLUMNS_FIRST": False, "COMPILED": True} for one in QUANTIZE for top_k in (0, 8)],
     ),
     *(
-        (quantize_triton._quantize_weights, f"{weight} *fp32 *fp8e4nv *fp8e4nv *fp32 *fp32 i32 i32", QUANTIZE_WEIGHTS)
+        (
+            quantize_weights_triton._quantize_weights,
+            f"{weight} *fp32 *fp8e4nv *fp8e4nv *fp32 *fp32 i32 i32",
+            QUANTIZE_WEIGHTS,
+        )
         for weight in ("*bf16", "*fp32")
     ),
-    (quantize_triton._tile_amax, "*fp32 *fp32 i32 i32", [{"SIDE": 128}]),
+    (quantize_weights_triton._tile_amax, "*fp32 *fp32 i32 i32", [{"SIDE": 128}]),
     (
         quantize_mxfp8_triton._quantize_rows,
         "*bf16 *i32 *i32 *i32 *i32 *fp8e4nv *fp8e4nv *u8 *u8 i32 i32",

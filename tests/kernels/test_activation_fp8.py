@@ -14,7 +14,7 @@ from tests.kernels.fp8_interpreter import exact_fp8
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="compiled for the GPU: test_quantized_on_gpu.py")
 
 COUNTS = [70, 0, 130, 3]
-TILINGS = (Tiling(), Tiling(4, 64, 2, 64, 4, columns_first=True), Tiling(16, 128, 8, 256, 16))
+TILINGS = (Tiling(128, 8, columns_first=False), Tiling(64, 4), Tiling(256, 16, columns_first=False))
 
 
 def _rows(counts: list[int]) -> PaddedRows:
