@@ -87,6 +87,33 @@ def test_each_kernel_is_counted_once() -> None:
     assert sum(times_s.values()) == pytest.approx(0.65)
 
 
+def test_kernels_of_fp8_have_groups_and_a_ceiling_of_their_own() -> None:
+    roofline, plan = _program("roofline"), _plan("h200-fine")
+    profile = load_profile(str(ROOT / "results" / "2026-11-29-h200-profile.toml"))
+    wide = roofline.groups_of(plan, roofline.ceilings_of(profile, plan), 1)
+    plan = plan.replace(precision="fp8_current")
+    ceilings = roofline.ceilings_of(profile, plan)
+    low = roofline.groups_of(plan, ceilings, 1)
+    assert {one.name for one in low} - {one.name for one in wide} == {"dense operands quantized", "weights quantized"}
+    kernels = {
+        ("expert_gemm", "_gradient"): (1.0, 1),
+        ("expert_gemm", "_rows"): (2.0, 1),
+        ("permute", "_quantize_rows"): (3.0, 1),
+        ("elementwise", "_quantize_rows"): (4.0, 1),
+        ("optimizer", "_quantize_weights"): (5.0, 1),
+    }
+    assert {row["kernels"]: row["time_s"] for row in roofline.table(low, kernels, ceilings) if row["time_s"]} == {
+        "experts: weight gradient, added to fp32": 1.0,
+        "experts: forward and input gradient": 2.0,
+        "rows copied": 3.0,
+        "dense operands quantized": 4.0,
+        "weights quantized": 5.0,
+    }
+    rates = [{one.name: one.flops_per_s for one in groups} for groups in (low, wide)]
+    assert rates[0]["dense layers"] > 2 * rates[1]["dense layers"]
+    assert rates[0]["head"] == rates[1]["head"]
+
+
 def test_the_ratio_is_to_the_fastest_of_the_other_engine() -> None:
     versus = _program("vs_megatron")
 
@@ -112,7 +139,7 @@ def test_every_back_end_runs_at_the_shapes_of_a_model() -> None:
     from tests.executor.cases import GQA_MODEL, tiny_plan
 
     plan = tiny_plan(GQA_MODEL, 1, precision="bf16", mbs=2)
-    ceilings = Ceilings(1e12, (1e12, 1e12), 1e12)
+    ceilings = Ceilings(1e12, 1e12, (1e12, 1e12), 1e12)
 
     def timed(run: Callable[[], object], num_calls: int) -> float:
         """A second for the first back end and a half for others; calls nothing, as one call was made before."""
