@@ -127,7 +127,8 @@ class _QuantizedExperts(Function):
         rows, kind, copied = ctx.rows, ctx.kind, ctx.copied
         first, second = _weight(in_weight), _weight(out_weight)
         x, activation = cast("Stored", tuple(kept[:3])), cast("Stored", tuple(kept[3:]))
-        grad = quantize_operand(second, out_weight, grad_H, rows, is_gradient=True, copied=copied)
+        # Whole, or it would be made so for its magnitude and once more to be quantized.
+        grad = quantize_operand(second, out_weight, grad_H.contiguous(), rows, is_gradient=True, copied=copied)
         grad_RF = _multiply(grad.as_is, out_weight, rows, is_forward=False)
         if second.keeps_input:
             activation = _activated(hidden_RG, kind, probs_R, rows, second).turned

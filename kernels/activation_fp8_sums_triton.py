@@ -116,24 +116,24 @@ def width_of(x_RG: Tensor, kind: str) -> int:
 
 
 def forward_amax(x_RG: Tensor, kind: str, probs_R: Tensor | None) -> Tensor:
-    """The largest magnitude of act(x), times ``probs_R`` where given: fp32, on the device."""
+    """The largest magnitudes of parts of act(x), times ``probs_R`` where given: fp32, on the device."""
     amax_N, block = _blocks(x_RG, kind)
     _forward_amax[len(amax_N),](
         x_RG, x_RG if probs_R is None else probs_R, amax_N, len(x_RG), width_of(x_RG, kind), _CODES[kind],
         kind in _GATED, probs_R is not None, *block, num_warps=_WARPS,
     )  # fmt: skip
-    return amax_N.amax()
+    return amax_N
 
 
 def backward_sums(grad_RF: Tensor, x_RG: Tensor, kind: str, probs_R: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The largest magnitude of the gradient of x, and the gradients of the probabilities."""
+    """The largest magnitudes of parts of the gradient of x, and the gradients of the probabilities."""
     amax_N, block = _blocks(x_RG, kind)
     grad_probs_R = None if probs_R is None else torch.empty_like(probs_R)
     _backward_sums[len(amax_N),](
         grad_RF, x_RG, x_RG if probs_R is None else probs_R, amax_N if grad_probs_R is None else grad_probs_R, amax_N,
         len(x_RG), width_of(x_RG, kind), _CODES[kind], kind in _GATED, probs_R is not None, *block, num_warps=_WARPS,
     )  # fmt: skip
-    return amax_N.amax(), grad_probs_R
+    return amax_N, grad_probs_R
 
 
 def _blocks(x_RG: Tensor, kind: str) -> tuple[Tensor, tuple[int, int]]:

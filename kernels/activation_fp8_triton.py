@@ -28,8 +28,8 @@ from moeplan.kernels.activation_fp8_sums_triton import (
 )
 from moeplan.kernels.activation_triton import _CODES, _GATED
 from moeplan.kernels.fp8_tile_triton import (
-    inverse_scale,
     part_of_tile,
+    scale_of_all,
     store_blocks,
     store_part,
     store_turned,
@@ -87,6 +87,8 @@ def _forward(
 ):  # fmt: skip
     tile, first_col = tile_of_program(F, COLS, COLUMNS_FIRST)
     count = tl.load(count_ptr + tile)
+    if not BLOCKWISE:
+        inverse = scale_of_all(amax_ptr, p_scale_ptr, tile, first_col, LARGEST)
     if count > 0:
         cols = first_col + tl.arange(0, COLS)
         if BLOCKWISE:
@@ -95,7 +97,6 @@ def _forward(
             y = _forward_rows(x_ptr, probs_ptr, source, rows < count, cols, F, CODE, GATED, HAS_PROBS)
             store_blocks(y, p_ptr, t_ptr, p_scale_ptr, t_scale_ptr, tile, first_col, F, F, P, LARGEST, ROWS, COLS)
         else:
-            inverse = inverse_scale(tl.load(amax_ptr), LARGEST)
             y0 = _forward_part(
                 x_ptr, probs_ptr, row_ptr, p_ptr, inverse, tile, count, cols, F, CODE, GATED, HAS_PROBS, ROWS, 0
             )
@@ -109,8 +110,6 @@ def _forward(
                 x_ptr, probs_ptr, row_ptr, p_ptr, inverse, tile, count, cols, F, CODE, GATED, HAS_PROBS, ROWS, 3
             )
             store_turned(y0, y1, y2, y3, t_ptr, tile, cols, F, P, ROWS, COMPILED)
-            if (tile == 0) & (first_col == 0):
-                tl.store(p_scale_ptr, tl.div_rn(1.0, inverse))
 
 
 @triton.jit
@@ -149,6 +148,8 @@ def _backward(
 ):  # fmt: skip
     tile, first_col = tile_of_program(F, COLS, COLUMNS_FIRST)
     count = tl.load(count_ptr + tile)
+    if not BLOCKWISE:
+        inverse = scale_of_all(amax_ptr, p_scale_ptr, tile, first_col, LARGEST)
     if count > 0:
         cols, G = first_col + tl.arange(0, COLS), F * (2 if GATED else 1)
         if BLOCKWISE:
@@ -161,7 +162,6 @@ def _backward(
                     up, p_ptr, t_ptr, p_scale_ptr, t_scale_ptr, tile, first_col + F, G, G, P, LARGEST, ROWS, COLS
                 )
         else:
-            inverse = inverse_scale(tl.load(amax_ptr), LARGEST)
             gate0, up0 = _backward_part(
                 grad_ptr, x_ptr, probs_ptr, row_ptr, p_ptr, inverse, tile, count, cols, F, CODE, GATED, HAS_PROBS,
                 ROWS, 0,
@@ -181,8 +181,6 @@ def _backward(
             store_turned(gate0, gate1, gate2, gate3, t_ptr, tile, cols, F, P, ROWS, COMPILED)
             if GATED:
                 store_turned(up0, up1, up2, up3, t_ptr, tile, cols + F, G, P, ROWS, COMPILED)
-            if (tile == 0) & (first_col == 0):
-                tl.store(p_scale_ptr, tl.div_rn(1.0, inverse))
 
 
 def activate(
@@ -192,7 +190,7 @@ def activate(
     """act(x), times ``probs_R`` where given, in FP8 and both layouts; ``tiling`` changes no number."""
     pair = empty_pair(width_of(x_RG, kind), rows, dtype, x_RG.device, blockwise=blockwise)
     if rows.num_rows:
-        amax_1 = x_RG if blockwise else forward_amax(x_RG, kind, probs_R)
+        amax_1 = x_RG if blockwise else forward_amax(x_RG, kind, probs_R).amax()
         _launch(_forward, (x_RG,), kind, probs_R, amax_1, rows, pair, tiling, blockwise=blockwise)
     return pair
 
@@ -207,7 +205,8 @@ def activate_backward(
         return pair, None if probs_R is None else torch.empty_like(probs_R)
     amax_1, grad_probs_R = x_RG, None
     if not blockwise or probs_R is not None:
-        amax_1, grad_probs_R = backward_sums(grad_RF, x_RG, kind, probs_R)
+        amax_N, grad_probs_R = backward_sums(grad_RF, x_RG, kind, probs_R)
+        amax_1 = x_RG if blockwise else amax_N.amax()
     _launch(_backward, (grad_RF, x_RG), kind, probs_R, amax_1, rows, pair, tiling, blockwise=blockwise)
     return pair, grad_probs_R
 

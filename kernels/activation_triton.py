@@ -45,9 +45,9 @@ def _act(
     if CODE == 1:
         return 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
     if CODE == 3:
-        clamped = tl.minimum(x, 7.0)
+        clamped = tl.minimum(x, 7.0, propagate_nan=tl.PropagateNan.ALL)
         return clamped / (1 + _exp_of_minus(1.702 * clamped))
-    return tl.where(x > 0, x * x, 0.0)
+    return tl.where(x <= 0, 0.0, x * x)  # of what is no number neither side of 0 holds: it stays none
 
 
 @triton.jit
@@ -62,10 +62,10 @@ def _act_slope(
         # 0.3989... is 1 / sqrt(2 pi).
         return 0.5 * (1 + tl.erf(x * 0.7071067811865476)) + x * tl.exp(-0.5 * x * x) * 0.3989422804014327
     if CODE == 3:
-        clamped = tl.minimum(x, 7.0)
+        clamped = tl.minimum(x, 7.0, propagate_nan=tl.PropagateNan.ALL)
         sigmoid = 1 / (1 + _exp_of_minus(1.702 * clamped))
-        return tl.where(x <= 7.0, sigmoid * (1 + 1.702 * clamped * (1 - sigmoid)), 0.0)
-    return tl.where(x > 0, 2 * x, 0.0)
+        return tl.where(x > 7.0, 0.0, sigmoid * (1 + 1.702 * clamped * (1 - sigmoid)))
+    return tl.where(x <= 0, 0.0, 2 * x)
 
 
 @triton.jit
@@ -74,7 +74,8 @@ def _up(
     CODE: tl.constexpr,
 ):
     if CODE == 3:
-        return tl.minimum(tl.maximum(x, -7.0), 7.0) + 1
+        above = tl.maximum(x, -7.0, propagate_nan=tl.PropagateNan.ALL)
+        return tl.minimum(above, 7.0, propagate_nan=tl.PropagateNan.ALL) + 1
     return x
 
 
@@ -133,7 +134,7 @@ def _backward(
             up = tl.load(x_ptr + first + F + cols, mask, 0).to(DTYPE)
             grad_up = weighted * act
             if CODE == 3:
-                grad_up = tl.where(tl.abs(up) <= 7.0, grad_up, 0.0)
+                grad_up = tl.where(tl.abs(up) > 7.0, 0.0, grad_up)
             tl.store(grad_x_ptr + first + F + cols, grad_up.to(grad_x_ptr.dtype.element_ty), mask)
             up = _up(up, CODE)
             weighted *= up

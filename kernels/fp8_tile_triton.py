@@ -45,6 +45,15 @@ def cut(x, LARGEST: tl.constexpr):
 
 
 @triton.jit
+def scale_of_all(amax_ptr, scale_ptr, tile, first_col, LARGEST: tl.constexpr):
+    """The inverse of the one scale of a tensor, which the first program writes, even where no row came."""
+    inverse = inverse_scale(tl.load(amax_ptr), LARGEST)
+    if (tile == 0) & (first_col == 0):
+        tl.store(scale_ptr, tl.div_rn(1.0, inverse))
+    return inverse
+
+
+@triton.jit
 def tile_of_program(C, COLS: tl.constexpr, COLUMNS_FIRST: tl.constexpr):
     """A program's tile of rows, and its first column."""
     num_cols = tl.cdiv(C, COLS)

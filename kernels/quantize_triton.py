@@ -15,8 +15,8 @@ from torch import Tensor
 
 from moeplan.kernels.fp8_tile_triton import (
     cut,
-    inverse_scale,
     part_of_tile,
+    scale_of_all,
     store_blocks,
     store_part,
     store_turned,
@@ -51,6 +51,8 @@ def _quantize_rows(
 ):  # fmt: skip
     tile, first_col = tile_of_program(C, COLS, COLUMNS_FIRST)
     count = tl.load(count_ptr + tile)
+    if not BLOCKWISE:
+        inverse = scale_of_all(amax_ptr, p_scale_ptr, tile, first_col, LARGEST)
     if count > 0:
         cols = first_col + tl.arange(0, COLS)
         if BLOCKWISE:
@@ -59,14 +61,11 @@ def _quantize_rows(
             x = _rows_of(x_ptr, slot_ptr, source, rows < count, cols, C, TOP_K)
             store_blocks(x, p_ptr, t_ptr, p_scale_ptr, t_scale_ptr, tile, first_col, C, C, P, LARGEST, ROWS, COLS)
         else:
-            inverse = inverse_scale(tl.load(amax_ptr), LARGEST)
             x0 = _part(x_ptr, slot_ptr, row_ptr, p_ptr, inverse, tile, count, cols, C, TOP_K, LARGEST, ROWS, 0)
             x1 = _part(x_ptr, slot_ptr, row_ptr, p_ptr, inverse, tile, count, cols, C, TOP_K, LARGEST, ROWS, 1)
             x2 = _part(x_ptr, slot_ptr, row_ptr, p_ptr, inverse, tile, count, cols, C, TOP_K, LARGEST, ROWS, 2)
             x3 = _part(x_ptr, slot_ptr, row_ptr, p_ptr, inverse, tile, count, cols, C, TOP_K, LARGEST, ROWS, 3)
             store_turned(x0, x1, x2, x3, t_ptr, tile, cols, C, P, ROWS, COMPILED)
-            if (tile == 0) & (first_col == 0):
-                tl.store(p_scale_ptr, tl.div_rn(1.0, inverse))
 
 
 @triton.jit
@@ -134,6 +133,6 @@ def empty_pair(width: int, rows: PaddedRows, dtype: torch.dtype, device: torch.d
         return Pair(
             (as_is_PC, as_is_scale, None), (turned_CP, torch.empty((rows.num_tiles, width), device=device), None)
         )
-    # Where no row came, no tile writes the scale; multiplying by it must not bring a NaN.
-    scale = torch.empty((), device=device) if rows.num_rows else torch.ones((), device=device)
+    # Without tiles nobody writes the scale; multiplying by it must not bring a NaN.
+    scale = torch.empty((), device=device) if rows.num_tiles else torch.ones((), device=device)
     return Pair((as_is_PC, scale, None), (turned_CP, scale, None))

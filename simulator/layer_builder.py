@@ -23,6 +23,13 @@ class LayerBuilder:
     shape: OpShape
     stack: SoftwareStack
 
+    @property
+    def copies_quantize(self) -> bool:
+        """Whether experts take tokens and copy them themselves, which those without biases and clamps do."""
+        moe = self.model.moe
+        is_plain = moe is not None and not moe.mlp_bias and self.model.activation != "clamped_swiglu"
+        return self.shape.copies_quantize and is_plain
+
     def of_module(self, module: Bf16Module) -> "LayerBuilder":
         """The maker for that kind of linear: wider ones where the plan keeps it out of its low precision."""
         if module not in self.shape.bf16_modules:

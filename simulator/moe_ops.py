@@ -203,17 +203,16 @@ def _permute(build: LayerBuilder, moe: Moe, name: str, segment: Segment, *, loca
     is_fused = shape.permute_fusion or shape.is_device_driven or (local and shape.backend == "alltoall")
     factor = stack.permute_factor if is_fused else stack.unfused_permute_factor
     num_bytes = elements * shape.element_bytes * factor.value
-    # Sums stay: of outputs, and of gradients of inputs. Copies are written by what quantizes them (:func:`_quantized`).
-    forward, backward = num_bytes, num_bytes
-    if shape.copies_quantize:
-        forward, backward = (0.0, num_bytes) if name == "permute" else (num_bytes, 0.0)
+    # Copies that are quantized as they are made are counted there (:func:`_quantized`); sums stay: of outputs, and of
+    # gradients of inputs.
+    is_copied_there, is_sum = build.copies_quantize, name.endswith("unpermute")
     return [
         Op(
             name=name,
             kind="gather",
             family="permute",
-            hbm_bytes=forward,
-            backward_hbm_bytes=backward,
+            hbm_bytes=0.0 if is_copied_there and not is_sum else num_bytes,
+            backward_hbm_bytes=0.0 if is_copied_there and is_sum else num_bytes,
             segment=segment,
             scope="moe",
             num_kernels=2 if is_fused else UNFUSED_PERMUTE_KERNELS,
@@ -317,10 +316,10 @@ def _quantized(build: LayerBuilder, moe: Moe, rows: float, width: float, gates: 
     are read (twice where one scale covers them all) and both layouts of each copy written.
     """
     shape, hidden = build.shape, build.model.expert_hidden_size
-    rest = 0.0 if shape.copies_quantize else hidden
+    rest = 0.0 if build.copies_quantize else hidden
     elements = (rows * (rest + width), rows * (rest + gates * width))
     ops = build.quantize("expert.quantize", elements, "permute", "expert", "moe")
-    if shape.copies_quantize:
+    if build.copies_quantize:
         reads = shape.own_tokens * shape.element_bytes * (1 if shape.format.scale_frac else 2)
         moved = (reads + rows * 2 * (shape.format.quantized_bytes or 0.0)) * hidden
         ops.append(

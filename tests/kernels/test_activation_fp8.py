@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moeplan.executor.quantized_experts import KINDS
 from moeplan.kernels.activation import ActivationKind, activation
 from moeplan.kernels.activation_fp8_triton import Tiling, activate, activate_backward
 from moeplan.kernels.padded_rows import PaddedRows, padded_rows
@@ -74,23 +75,38 @@ def test_bytes_are_those_of_an_activation_quantized_afterwards(
             torch.testing.assert_close(grad_probs, p.grad, rtol=1e-4, atol=1e-5)  # sums of fp32 in another order
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tiling", TILINGS[1:])
-def test_what_is_no_number_stays_none(tiling: Tiling) -> None:
-    x_RG, grad_RF, probs_R = _operands("swiglu", 192)
+def test_what_is_no_number_stays_none(kind: ActivationKind, tiling: Tiling) -> None:
+    x_RG, grad_RF, probs_R = _operands(kind, 192)
     x_RG[5, 6] = float("nan")
     rows = _rows(COUNTS)
     with exact_fp8():
-        y = activate(x_RG, "swiglu", probs_R, rows, torch.float8_e4m3fn, blockwise=False, tiling=tiling)
+        y = activate(x_RG, kind, probs_R, rows, torch.float8_e4m3fn, blockwise=False, tiling=tiling)
         grad, _ = activate_backward(
-            grad_RF, x_RG, "swiglu", probs_R, rows, torch.float8_e5m2, blockwise=False, tiling=tiling
+            grad_RF, x_RG, kind, probs_R, rows, torch.float8_e5m2, blockwise=False, tiling=tiling
         )
-    used = int(rows.padded_end_E[-1])
+    used, num_gradients = int(rows.padded_end_E[-1]), 2 if x_RG.shape[1] > 192 else 1  # of gate and of up
     assert y.as_is[1].isfinite()
-    assert [int(form[0][:used].float().isnan().sum()) for form in (y.as_is, grad.as_is)] == [1, 2]  # of gate and of up
-    assert [int(form[0][:, :used].float().isnan().sum()) for form in (y.turned, grad.turned)] == [1, 2]
+    for form, expected in ((y, 1), (grad, num_gradients)):
+        assert int(form.as_is[0][:used].float().isnan().sum()) == expected
+        assert int(form.turned[0][:, :used].float().isnan().sum()) == expected
 
 
 def test_no_rows_are_nothing() -> None:
     rows = _rows([0, 0])
     pair = activate(torch.zeros(0, 256).bfloat16(), "swiglu", None, rows, torch.float8_e4m3fn, blockwise=False)
     assert (pair.as_is[0].shape, pair.turned[0].shape) == ((0, 128), (128, 0))
+
+
+def test_a_scale_is_written_where_no_expert_has_the_rows() -> None:
+    rows = padded_rows(torch.zeros(3, dtype=torch.int32), 50)
+    x_RG = torch.ones(50, 256).bfloat16()
+    with exact_fp8():
+        pairs = (
+            activate(x_RG, "swiglu", None, rows, torch.float8_e4m3fn, blockwise=False),
+            activate_backward(x_RG[:, :128], x_RG, "swiglu", None, rows, torch.float8_e5m2, blockwise=False)[0],
+            quantize_rows(x_RG, rows, torch.float8_e4m3fn, amax(x_RG)),
+        )
+    # Each from the largest of what there is, though nothing is stored.
+    assert [bool(0 < pair.as_is[1] < 1) for pair in pairs] == [True] * 3

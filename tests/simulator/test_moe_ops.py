@@ -179,3 +179,32 @@ def test_nvfp4_issues_two_more_kernels_an_expert() -> None:
         ops = forward_ops(plan.model, Part(MOE_LAYER), OpShape.of(plan.point, bridge, b200), bridge)
         kernels.append(next(op.num_kernels for op in ops if op.name == "expert_fc1"))
     assert kernels[1] - kernels[0] == 2 * 128 / 16
+
+
+def _moved(plan: Plan, names: tuple[str, ...]) -> list[float]:
+    """GB that the ops of these names move forward and backward."""
+    ops = [op for op in moe_ops_of(plan) if op.name in names]
+    return [sum(op.hbm_bytes for op in ops) / 1e9, sum(op.backward_hbm_bytes for op in ops) / 1e9]
+
+
+@pytest.mark.parametrize("dispatcher", [{}, {"dispatcher": "allgather"}, FLEX])
+def test_copies_that_are_quantized_as_they_are_made_are_written_once(dispatcher: dict[str, Any]) -> None:
+    alone = {"num_gpus": 1, "ep": 1, "global_batch_size": 1, **dispatcher}
+    low, wide = plan_of(precision="fp8_current", **alone), plan_of(precision="bf16", **alone)
+    copies, sums = ("permute", "local_permute"), ("unpermute", "local_unpermute")
+    assert _moved(low, copies) == [0, _moved(wide, copies)[1]]
+    assert _moved(low, sums) == [_moved(wide, sums)[0], 0]
+    # Eight copies of 4096 tokens of 2048, a byte in each of two layouts, in whole tiles; tokens read twice.
+    padded = low.tokens_per_rank * 8 * 2048 * 2 / 1e9
+    assert _moved(low, ("expert.copies",))[0] == pytest.approx(padded + 2 * 2 * 4096 * 2048 / 1e9, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "model,changes",
+    [("gpt-oss-20b", {}), ("qwen3-30b-a3b", {"ep": 2, "num_gpus": 2}), ("qwen3-30b-a3b", {"routing": "drop"})],
+)
+def test_copies_exist_in_bf16_where_they_travel_or_get_a_bias(model: str, changes: dict[str, Any]) -> None:
+    fields = {"num_gpus": 1, "ep": 1, "global_batch_size": 2, "precision": "fp8_current"}
+    plan = plan_of(load_model(model), **(fields | changes))
+    assert _moved(plan, ("permute",))[0] > 0
+    assert not _moved(plan, ("expert.copies",))[0]
