@@ -96,7 +96,7 @@ def _forward(
             source = (tl.load(row_ptr + tile) + rows).to(tl.int64)
             y = _forward_rows(x_ptr, probs_ptr, source, rows < count, cols, F, CODE, GATED, HAS_PROBS)
             store_blocks(y, p_ptr, t_ptr, p_scale_ptr, t_scale_ptr, tile, first_col, F, F, P, LARGEST, ROWS, COLS)
-        else:
+        else:  # four parts by name, for Triton has no list of tensors that a loop could fill
             y0 = _forward_part(
                 x_ptr, probs_ptr, row_ptr, p_ptr, inverse, tile, count, cols, F, CODE, GATED, HAS_PROBS, ROWS, 0
             )
@@ -161,7 +161,7 @@ def _backward(
                 store_blocks(
                     up, p_ptr, t_ptr, p_scale_ptr, t_scale_ptr, tile, first_col + F, G, G, P, LARGEST, ROWS, COLS
                 )
-        else:
+        else:  # by name, as above
             gate0, up0 = _backward_part(
                 grad_ptr, x_ptr, probs_ptr, row_ptr, p_ptr, inverse, tile, count, cols, F, CODE, GATED, HAS_PROBS,
                 ROWS, 0,
