@@ -62,15 +62,27 @@ def slopes(grad, gate, up, prob, CODE: tl.constexpr, GATED: tl.constexpr):
     return weighted * _act_slope(gate, CODE), grad_up
 
 
+@triton.jit
+def _rows_of_program(R, ROWS: tl.constexpr):
+    """A program's first row, its rows from there on, and which of them there are."""
+    first, rows = tl.program_id(0).to(tl.int64) * ROWS, tl.arange(0, ROWS)
+    return first, rows, first + rows < R
+
+
+@triton.jit
+def _places(ptr, first, rows, width):
+    """Where rows of a tensor begin; those beside each other are told apart in 32 bits."""
+    return ptr + first * width + (rows * width)[:, None]
+
+
 @triton.jit(do_not_specialize=["R"])
 def _forward_amax(
     x_ptr, probs_ptr, amax_ptr, R, F,
     CODE: tl.constexpr, GATED: tl.constexpr, HAS_PROBS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     G = F * (2 if GATED else 1)
-    first, rows = tl.program_id(0).to(tl.int64) * ROWS, tl.arange(0, ROWS)
-    is_row = first + rows < R
-    place = x_ptr + first * G + (rows * G)[:, None]
+    first, rows, is_row = _rows_of_program(R, ROWS)
+    place = _places(x_ptr, first, rows, G)
     highest = tl.zeros((ROWS, COLS), tl.float32)
     for start in range(0, F, COLS):
         cols = (start + tl.arange(0, COLS))[None, :]
@@ -87,10 +99,8 @@ def _backward_sums(
     CODE: tl.constexpr, GATED: tl.constexpr, HAS_PROBS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     G = F * (2 if GATED else 1)
-    first, rows = tl.program_id(0).to(tl.int64) * ROWS, tl.arange(0, ROWS)
-    is_row = first + rows < R
-    place = x_ptr + first * G + (rows * G)[:, None]
-    grad_place = grad_ptr + first * F + (rows * F)[:, None]
+    first, rows, is_row = _rows_of_program(R, ROWS)
+    place, grad_place = _places(x_ptr, first, rows, G), _places(grad_ptr, first, rows, F)
     prob = probs(probs_ptr + first + rows, is_row, HAS_PROBS)
     grad_prob = tl.zeros((ROWS, COLS), tl.float32)
     highest = tl.zeros((ROWS, COLS), tl.float32)

@@ -28,7 +28,8 @@ from moeplan.kernels.activation_fp8_sums_triton import (
 )
 from moeplan.kernels.activation_triton import _CODES, _GATED
 from moeplan.kernels.fp8_tile_triton import (
-    part_of_tile,
+    PARTS,
+    rows_of_tile,
     scale_of_all,
     store_blocks,
     store_part,
@@ -73,7 +74,7 @@ def _forward_part(
     CODE: tl.constexpr, GATED: tl.constexpr, HAS_PROBS: tl.constexpr, ROWS: tl.constexpr, part: tl.constexpr,
 ):  # fmt: skip
     """A part of a tile, scaled and written as it is. Nothing is cut, for the scale covers all there is."""
-    rows, source, is_row = part_of_tile(tile, count, row_ptr, ROWS, part)
+    rows, source, is_row = rows_of_tile(tile, count, row_ptr, ROWS, PARTS, part)
     y = _forward_rows(x_ptr, probs_ptr, source, is_row, cols, F, CODE, GATED, HAS_PROBS) * inverse
     store_part(y, p_ptr, rows, cols, F, F)
     return y
@@ -92,24 +93,17 @@ def _forward(
     if count > 0:
         cols = first_col + tl.arange(0, COLS)
         if BLOCKWISE:
-            rows = tl.arange(0, ROWS)
-            source = (tl.load(row_ptr + tile) + rows).to(tl.int64)
-            y = _forward_rows(x_ptr, probs_ptr, source, rows < count, cols, F, CODE, GATED, HAS_PROBS)
+            _rows, source, is_row = rows_of_tile(tile, count, row_ptr, ROWS, 1, 0)
+            y = _forward_rows(x_ptr, probs_ptr, source, is_row, cols, F, CODE, GATED, HAS_PROBS)
             store_blocks(y, p_ptr, t_ptr, p_scale_ptr, t_scale_ptr, tile, first_col, F, F, P, LARGEST, ROWS, COLS)
-        else:  # four parts by name, for Triton has no list of tensors that a loop could fill
-            y0 = _forward_part(
-                x_ptr, probs_ptr, row_ptr, p_ptr, inverse, tile, count, cols, F, CODE, GATED, HAS_PROBS, ROWS, 0
-            )
-            y1 = _forward_part(
-                x_ptr, probs_ptr, row_ptr, p_ptr, inverse, tile, count, cols, F, CODE, GATED, HAS_PROBS, ROWS, 1
-            )
-            y2 = _forward_part(
-                x_ptr, probs_ptr, row_ptr, p_ptr, inverse, tile, count, cols, F, CODE, GATED, HAS_PROBS, ROWS, 2
-            )
-            y3 = _forward_part(
-                x_ptr, probs_ptr, row_ptr, p_ptr, inverse, tile, count, cols, F, CODE, GATED, HAS_PROBS, ROWS, 3
-            )
-            store_turned(y0, y1, y2, y3, t_ptr, tile, cols, F, P, ROWS, COMPILED)
+        else:
+            parts = ()
+            for part in tl.static_range(PARTS):
+                y = _forward_part(
+                    x_ptr, probs_ptr, row_ptr, p_ptr, inverse, tile, count, cols, F, CODE, GATED, HAS_PROBS, ROWS, part
+                )
+                parts += (y,)  # type: ignore[assignment]  # Triton's tuples grow
+            store_turned(parts, t_ptr, tile, cols, F, P, ROWS, COMPILED)
 
 
 @triton.jit
@@ -131,7 +125,7 @@ def _backward_part(
     CODE: tl.constexpr, GATED: tl.constexpr, HAS_PROBS: tl.constexpr, ROWS: tl.constexpr, part: tl.constexpr,
 ):  # fmt: skip
     """A part of a tile of both gradients, scaled and written as it is."""
-    rows, source, is_row = part_of_tile(tile, count, row_ptr, ROWS, part)
+    rows, source, is_row = rows_of_tile(tile, count, row_ptr, ROWS, PARTS, part)
     grad_gate, grad_up = _backward_rows(grad_ptr, x_ptr, probs_ptr, source, is_row, cols, F, CODE, GATED, HAS_PROBS)
     grad_gate, grad_up, G = grad_gate * inverse, grad_up * inverse, F * (2 if GATED else 1)
     store_part(grad_gate, p_ptr, rows, cols, F, G)
@@ -153,34 +147,25 @@ def _backward(
     if count > 0:
         cols, G = first_col + tl.arange(0, COLS), F * (2 if GATED else 1)
         if BLOCKWISE:
-            rows = tl.arange(0, ROWS)
-            source = (tl.load(row_ptr + tile) + rows).to(tl.int64)
-            gate, up = _backward_rows(grad_ptr, x_ptr, probs_ptr, source, rows < count, cols, F, CODE, GATED, HAS_PROBS)
+            _rows, source, is_row = rows_of_tile(tile, count, row_ptr, ROWS, 1, 0)
+            gate, up = _backward_rows(grad_ptr, x_ptr, probs_ptr, source, is_row, cols, F, CODE, GATED, HAS_PROBS)
             store_blocks(gate, p_ptr, t_ptr, p_scale_ptr, t_scale_ptr, tile, first_col, F, G, P, LARGEST, ROWS, COLS)
             if GATED:
                 store_blocks(
                     up, p_ptr, t_ptr, p_scale_ptr, t_scale_ptr, tile, first_col + F, G, G, P, LARGEST, ROWS, COLS
                 )
-        else:  # by name, as above
-            gate0, up0 = _backward_part(
-                grad_ptr, x_ptr, probs_ptr, row_ptr, p_ptr, inverse, tile, count, cols, F, CODE, GATED, HAS_PROBS,
-                ROWS, 0,
-            )  # fmt: skip
-            gate1, up1 = _backward_part(
-                grad_ptr, x_ptr, probs_ptr, row_ptr, p_ptr, inverse, tile, count, cols, F, CODE, GATED, HAS_PROBS,
-                ROWS, 1,
-            )  # fmt: skip
-            gate2, up2 = _backward_part(
-                grad_ptr, x_ptr, probs_ptr, row_ptr, p_ptr, inverse, tile, count, cols, F, CODE, GATED, HAS_PROBS,
-                ROWS, 2,
-            )  # fmt: skip
-            gate3, up3 = _backward_part(
-                grad_ptr, x_ptr, probs_ptr, row_ptr, p_ptr, inverse, tile, count, cols, F, CODE, GATED, HAS_PROBS,
-                ROWS, 3,
-            )  # fmt: skip
-            store_turned(gate0, gate1, gate2, gate3, t_ptr, tile, cols, F, P, ROWS, COMPILED)
+        else:
+            gates, ups = (), ()
+            for part in tl.static_range(PARTS):
+                gate, up = _backward_part(
+                    grad_ptr, x_ptr, probs_ptr, row_ptr, p_ptr, inverse, tile, count, cols, F, CODE, GATED, HAS_PROBS,
+                    ROWS, part,
+                )  # fmt: skip
+                gates += (gate,)  # type: ignore[assignment]  # as above
+                ups += (up,)  # type: ignore[assignment]
+            store_turned(gates, t_ptr, tile, cols, F, P, ROWS, COMPILED)
             if GATED:
-                store_turned(up0, up1, up2, up3, t_ptr, tile, cols + F, G, P, ROWS, COMPILED)
+                store_turned(ups, t_ptr, tile, cols + F, G, P, ROWS, COMPILED)
 
 
 def activate(

@@ -64,9 +64,9 @@ def tile_of_program(C, COLS: tl.constexpr, COLUMNS_FIRST: tl.constexpr):
 
 
 @triton.jit
-def part_of_tile(tile, count, row_ptr, ROWS: tl.constexpr, part: tl.constexpr):
-    """Every fourth row of a tile from ``part`` on: where it is written, where it is read, and whether it is there."""
-    rows = tl.arange(0, ROWS // PARTS) * PARTS + part
+def rows_of_tile(tile, count, row_ptr, ROWS: tl.constexpr, STEP: tl.constexpr, part: tl.constexpr):
+    """Every ``STEP``-th row of a tile from ``part`` on: where it is written, where it is read, whether it is there."""
+    rows = tl.arange(0, ROWS // STEP) * STEP + part
     return tile * ROWS + rows, (tl.load(row_ptr + tile) + rows).to(tl.int64), rows < count
 
 
@@ -78,10 +78,9 @@ def store_part(x, p_ptr, rows, cols, end_col, C):
 
 
 @triton.jit
-def store_turned(
-    x0, x1, x2, x3, t_ptr, tile, cols, end_col, P, ROWS: tl.constexpr, COMPILED: tl.constexpr
-):  # fmt: skip
-    """Write all four parts of a tile to [C, P]. Not ``COMPILED``: the interpreter, which knows no PTX."""
+def store_turned(parts, t_ptr, tile, cols, end_col, P, ROWS: tl.constexpr, COMPILED: tl.constexpr):
+    """Write all parts of a tile to [C, P]. Not ``COMPILED``: the interpreter, which knows no PTX."""
+    x0, x1, x2, x3 = parts
     DTYPE: tl.constexpr = t_ptr.dtype.element_ty
     if COMPILED:
         words = tl.inline_asm_elementwise(

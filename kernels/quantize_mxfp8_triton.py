@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moeplan.kernels.fp8_tile_triton import stored
+from moeplan.kernels.fp8_tile_triton import rows_of_tile, stored
 from moeplan.kernels.padded_rows import TILE, PaddedRows
 from moeplan.kernels.quantize_weights_triton import weight_tile
 from moeplan.kernels.quantized_gemm import Pair
@@ -65,22 +65,15 @@ def _both(
 
 
 @triton.jit
-def _tile_places(row_ptr, count, tile, first_col, width, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Rows of the input that a tile holds, its columns, which rows it has, and which places of both."""
-    rows, cols = tl.arange(0, ROWS), first_col + tl.arange(0, COLS)
-    source = (tl.load(row_ptr + tile) + rows).to(tl.int64)
-    is_row = rows < count
-    return source, cols, is_row, is_row[:, None] & (cols < width)[None, :]
-
-
-@triton.jit
 def _quantize_rows(
     x_ptr, row_ptr, count_ptr, expert_ptr, end_ptr, p_ptr, t_ptr, p_scale_ptr, t_scale_ptr, C, P, SIDE: tl.constexpr
 ):
     tile, col = tl.program_id(0), tl.program_id(1)
     count = tl.load(count_ptr + tile)
     if count > 0:
-        source, cols, _is_row, mask = _tile_places(row_ptr, count, tile, col * SIDE, C, SIDE, SIDE)
+        cols = col * SIDE + tl.arange(0, SIDE)
+        _rows, source, is_row = rows_of_tile(tile, count, row_ptr, SIDE, 1, 0)
+        mask = is_row[:, None] & (cols < C)[None, :]
         x = tl.load(x_ptr + source[:, None] * C + cols[None, :], mask, 0).to(tl.float32)
         expert, num_cols = tl.load(expert_ptr + tile), tl.num_programs(1)
         first = tl.load(end_ptr + expert - 1, expert > 0, 0) // SIDE

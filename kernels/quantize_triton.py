@@ -14,8 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from moeplan.kernels.fp8_tile_triton import (
+    PARTS,
     cut,
-    part_of_tile,
+    rows_of_tile,
     scale_of_all,
     store_blocks,
     store_part,
@@ -56,16 +57,15 @@ def _quantize_rows(
     if count > 0:
         cols = first_col + tl.arange(0, COLS)
         if BLOCKWISE:
-            rows = tl.arange(0, ROWS)
-            source = (tl.load(row_ptr + tile) + rows).to(tl.int64)
-            x = _rows_of(x_ptr, slot_ptr, source, rows < count, cols, C, TOP_K)
+            _rows, source, is_row = rows_of_tile(tile, count, row_ptr, ROWS, 1, 0)
+            x = _rows_of(x_ptr, slot_ptr, source, is_row, cols, C, TOP_K)
             store_blocks(x, p_ptr, t_ptr, p_scale_ptr, t_scale_ptr, tile, first_col, C, C, P, LARGEST, ROWS, COLS)
         else:
-            x0 = _part(x_ptr, slot_ptr, row_ptr, p_ptr, inverse, tile, count, cols, C, TOP_K, LARGEST, ROWS, 0)
-            x1 = _part(x_ptr, slot_ptr, row_ptr, p_ptr, inverse, tile, count, cols, C, TOP_K, LARGEST, ROWS, 1)
-            x2 = _part(x_ptr, slot_ptr, row_ptr, p_ptr, inverse, tile, count, cols, C, TOP_K, LARGEST, ROWS, 2)
-            x3 = _part(x_ptr, slot_ptr, row_ptr, p_ptr, inverse, tile, count, cols, C, TOP_K, LARGEST, ROWS, 3)
-            store_turned(x0, x1, x2, x3, t_ptr, tile, cols, C, P, ROWS, COMPILED)
+            parts = ()
+            for part in tl.static_range(PARTS):
+                x = _part(x_ptr, slot_ptr, row_ptr, p_ptr, inverse, tile, count, cols, C, TOP_K, LARGEST, ROWS, part)
+                parts += (x,)  # type: ignore[assignment]  # Triton's tuples grow
+            store_turned(parts, t_ptr, tile, cols, C, P, ROWS, COMPILED)
 
 
 @triton.jit
@@ -82,7 +82,7 @@ def _part(
     TOP_K: tl.constexpr, LARGEST: tl.constexpr, ROWS: tl.constexpr, part: tl.constexpr,
 ):  # fmt: skip
     """A part of a tile, scaled and written as it is. The scale may be of another step: what exceeds it is cut."""
-    rows, source, is_row = part_of_tile(tile, count, row_ptr, ROWS, part)
+    rows, source, is_row = rows_of_tile(tile, count, row_ptr, ROWS, PARTS, part)
     x = cut(_rows_of(x_ptr, slot_ptr, source, is_row, cols, C, TOP_K) * inverse, LARGEST)
     store_part(x, p_ptr, rows, cols, C, C)
     return x

@@ -122,40 +122,35 @@ def test_kernels_that_add_both_at_once_add_what_comes_one_by_one(
         assert float((got - expected).norm() / expected.norm()) < 1e-6
 
 
+def _waiting_and_predicted(plan: Plan) -> tuple[list[int], float]:
+    """Bytes that wait before each micro-batch of a step and after the last, and those of the simulator."""
+    trainer, seen = build_trainer(0, plan, RunConfig()), list[int]()
+
+    def micro_batch(index: int) -> Any:
+        seen.append(waiting_bytes(trainer.model))
+        return trainer._micro_batch(0, index)
+
+    trainer.pipeline.run(micro_batch)
+    chunks = rank_chunks(plan.model, plan.layout, 1)[0]
+    expected = predicted_bytes(plan.model, plan.point, load_stack("native"), chunks)
+    return [*seen, waiting_bytes(trainer.model)], expected
+
+
 @pytest.mark.parametrize("precision", ["fp8_delayed", "fp8_current", "fp8_blockwise"])
 @pytest.mark.parametrize("model", [GQA, MLA])
 def test_what_waits_in_fp8_is_what_is_predicted(model: ModelSpec, precision: str) -> None:
     mixed = {"bf16_modules": ("mtp",)} if model.num_mtp_layers else {}
     plan = low_plan(model, 1, precision=precision, **BOTH, **mixed)
-    trainer = build_trainer(0, plan, RunConfig())
-    seen = []
-
-    def micro_batch(index: int) -> Any:
-        seen.append(waiting_bytes(trainer.model))
-        return trainer._micro_batch(0, index)
-
-    trainer.pipeline.run(micro_batch)
-    chunks = rank_chunks(plan.model, plan.layout, 1)[0]
-    expected = predicted_bytes(plan.model, plan.point, load_stack("native"), chunks)
+    seen, expected = _waiting_and_predicted(plan)
     scales = 0 if precision == "fp8_blockwise" else 4 * 4  # of whole operands, in one quantized layer
-    assert seen == [0, expected + scales] * 2
+    assert seen == [*[0, expected + scales] * 2, 0]
 
 
 @pytest.mark.parametrize("matrices", [("expert_fc1",), ("expert_fc2",), ("expert_fc1", "expert_fc2")])
 def test_what_waits_is_what_is_predicted(matrices: tuple[str, ...]) -> None:
     plan = tiny_plan(MLA_MODEL, 1, paired_wgrad=matrices)
-    trainer = build_trainer(0, plan, RunConfig())
-    seen = []
-
-    def micro_batch(index: int) -> Any:
-        seen.append(waiting_bytes(trainer.model))
-        return trainer._micro_batch(0, index)
-
-    trainer.pipeline.run(micro_batch)
-    chunks = rank_chunks(plan.model, plan.layout, 1)[0]
-    expected = predicted_bytes(plan.model, plan.point, load_stack("native"), chunks)
-    assert seen == [0, expected] * 4
-    assert waiting_bytes(trainer.model) == 0
+    seen, expected = _waiting_and_predicted(plan)
+    assert seen == [*[0, expected] * 4, 0]
 
 
 def test_rows_go_while_their_tokens_wait() -> None:
