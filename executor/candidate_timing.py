@@ -54,15 +54,23 @@ def under_load(candidates: Candidates, timed: Timer | None = None) -> dict[str, 
     timed = timed or cuda_timed
     if len(candidates) < 2:
         return {name: _window(run, _num_calls(run, timed), timed) for name, run in candidates.items()}
+    return {name: statistics.median(some) for name, some in windows_under_load(candidates, timed).items()}
+
+
+def windows_under_load(
+    candidates: Candidates, timed: Timer | None = None, *, warm_up_s: float = WARM_UP_S
+) -> dict[str, list[float]]:
+    """Seconds a call of each in every round that it took part in, the first after ``warm_up_s`` of all of them."""
+    timed = timed or cuda_timed
     num_calls = {name: _num_calls(run, timed) for name, run in candidates.items()}
-    _warm_up(candidates, num_calls, timed)
+    _warm_up(candidates, num_calls, timed, warm_up_s)
     times_s: dict[str, list[float]] = {name: [] for name in candidates}
     for _ in range(NUM_ROUNDS):
         best_s = min((min(some) for some in times_s.values() if some), default=math.inf)
         for name, run in candidates.items():
             if not times_s[name] or times_s[name][0] <= HOPELESS * best_s:
                 times_s[name].append(_window(run, num_calls[name], timed))
-    return {name: statistics.median(some) for name, some in times_s.items()}
+    return times_s
 
 
 def _num_calls(run: Callable[[], object], timed: Timer) -> int:
@@ -71,9 +79,9 @@ def _num_calls(run: Callable[[], object], timed: Timer) -> int:
     return max(1, math.ceil(WINDOW_S / max(timed(run, 1), 1e-6)))
 
 
-def _warm_up(candidates: Candidates, num_calls: Mapping[str, int], timed: Timer) -> None:
+def _warm_up(candidates: Candidates, num_calls: Mapping[str, int], timed: Timer, warm_up_s: float) -> None:
     spent_s = 0.0
-    while spent_s < WARM_UP_S:
+    while spent_s < warm_up_s:
         for name, run in candidates.items():
             spent_s += timed(run, num_calls[name]) * num_calls[name]
 

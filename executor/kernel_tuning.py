@@ -130,7 +130,7 @@ def _barred(plan: Plan, times_s: Mapping[str, float], shape: Shape) -> set[str]:
     """Back ends that a plan cannot take, however fast."""
     barred: set[str] = set()
     # "by_expert" asks the device where experts begin: a graph cannot, and overlapped work would wait with it.
-    if plan.cuda_graph or plan.ep_overlap or _is_launch_bound(times_s, shape):
+    if plan.cuda_graph or plan.ep_overlap or is_launch_bound(times_s, shape[0]):
         barred.add("by_expert")
     if plan.cuda_graph:  # nobody has captured these here yet
         barred |= {flash_attention.NAME, *grouped_gemm_quack.TILES}
@@ -139,9 +139,9 @@ def _barred(plan: Plan, times_s: Mapping[str, float], shape: Shape) -> set[str]:
     return barred
 
 
-def _is_launch_bound(times_s: Mapping[str, float], shape: Shape) -> bool:
-    """Whether one launch an expert leaves the host too little time."""
-    return times_s.get("by_expert", 0.0) < LEAST_PRODUCT_S * shape[0]
+def is_launch_bound(times_s: Mapping[str, float], num_products: int) -> bool:
+    """Whether one launch for each of so many products leaves the host too little time, given seconds of all."""
+    return times_s.get("by_expert", 0.0) < LEAST_PRODUCT_S * num_products
 
 
 def product_candidates(x_RH: Tensor, weight_EHF: Tensor) -> list[str]:

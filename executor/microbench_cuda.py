@@ -1,9 +1,9 @@
 """What one GPU computes and moves while it is under load: the readings of ``moeplan calibrate`` on a CUDA device.
 
-Names of readings as in ``microbench_compute``; here also ``grouped_gemm.PHASE.NUM_EXPERTS``, ``host_link.DIRECTION``
-and attention by ``PHASE.QK_DIM.V_DIM``. Data are random: a product of zeros draws less power and runs 13 % faster.
+Names of readings as in ``microbench_compute``; here also ``host_link.DIRECTION`` and attention by
+``PHASE.QK_DIM.V_DIM``. Data are random: a product of zeros draws less power and runs 13 % faster.
 
-Shapes: M shorter output side, N longer, K inner, E experts, R rows, H width in, F width out, L length, D head width.
+Shapes: M shorter output side, N longer, K inner, L length, D head width.
 """
 
 import statistics
@@ -16,11 +16,9 @@ from torch.nn import functional as F
 
 from moeplan.executor.attention import causal_attention
 from moeplan.executor.attention_tuning import attention_candidates
-from moeplan.executor.candidate_timing import compare, runnable
-from moeplan.executor.kernel_tuning import product_candidates
+from moeplan.executor.candidate_timing import runnable
 from moeplan.executor.microbench_cuda_window import CudaWindow, graphed
 from moeplan.executor.microbench_window import Reading
-from moeplan.kernels.grouped_gemm import grouped_gemm as grouped
 from moeplan.kernels.permute import permute, unpermute
 from moeplan.kernels.row_map import row_map
 from moeplan.units import GIB, MIB
@@ -28,10 +26,6 @@ from moeplan.units import GIB, MIB
 TYPICAL_INNER = 4096  # K of all dense readings by rows
 WIDTHS = (4096, 12_288)
 LAUNCH_BOUND_ROWS = 512  # below it, a product ends before the host has issued the next: replay a graph
-# Experts, hidden, width: as the models that people train with one GPU's share of experts.
-EXPERT_SHAPES = ((8, 4096, 14_336), (16, 7168, 2048), (64, 4096, 1536), (128, 2048, 768))
-EXPERT_ROWS = (64, 256, 1024, 4096)
-PHASE_ROWS = 1024  # rows of an expert where forward and both gradients are also read apart
 HEAD_DIMS = ((64, 64), (128, 128), (192, 128))
 NUM_HEADS, NUM_TOKENS = 32, 16_384
 BF16_BYTES = 2
@@ -74,65 +68,6 @@ class _ThreeLayouts:
         F.linear(self.x_MK, self.weight_NK)
         torch.mm(self.x_MK, self.weight_KN)
         torch.mm(self.x_KM.t(), self.weight_KN)
-
-
-def grouped_gemm(window: CudaWindow) -> list[Reading]:
-    """Both expert products of a SwiGLU layer, forward and both gradients together, by the fastest of the back ends.
-
-    Those are what ``kernel_tuning`` chooses from before a run, compared as it does; weight gradients are of the inputs'
-    dtype here, by grouped_mm. At PHASE_ROWS each pass is also read apart, as
-    ``grouped_gemm.PHASE.NUM_EXPERTS``, by grouped_mm.
-    """
-    readings = []
-    for E, hidden, ffn in EXPERT_SHAPES:
-        for rows in EXPERT_ROWS:
-            steps = [_GroupedStep(E, rows, hidden, 2 * ffn), _GroupedStep(E, rows, ffn, hidden)]
-            flops = sum(step.flops for step in steps)
-            runs = {
-                backend: partial(_run_all, [partial(step.all_passes, backend) for step in steps])
-                for backend in product_candidates(steps[0].x_RH, steps[0].weight_EHF)
-            }
-            times_s = compare(runs)
-            fastest = runs[min(times_s, key=lambda name: times_s[name])]
-            readings.append(Reading(f"grouped_gemm.{E}", rows, window.rates(3 * flops, fastest, window.long_s)))
-            if rows == PHASE_ROWS:
-                for phase in ("forward", "input_gradient", "weight_gradient"):
-                    one = partial(_run_all, [getattr(step, phase) for step in steps])
-                    rates = window.rates(flops, one, window.short_s)
-                    readings.append(Reading(f"grouped_gemm.{phase}.{E}", rows, rates))
-            del steps, runs, fastest
-    return readings
-
-
-def _run_all(calls: list[Callable[[], object]]) -> None:
-    for call in calls:
-        call()
-
-
-class _GroupedStep:
-    """Passes of R rows for each of E experts."""
-
-    def __init__(self, E: int, rows: int, width_in: int, width_out: int) -> None:
-        self.x_RH = _normal(E * rows, width_in, requires_grad=True)
-        self.weight_EHF = _normal(E, width_in, width_out, requires_grad=True)
-        self.ends_E = torch.arange(rows, E * rows + 1, rows, dtype=torch.int32, device="cuda")
-        self.grad_RF = _normal(E * rows, width_out)
-        self.flops = 2 * E * rows * width_in * width_out
-        # The kernel makes the gradients of all that asks for one: an output for each gradient apart.
-        self.of_input_RF = grouped(self.x_RH, self.weight_EHF.detach(), self.ends_E)
-        self.of_weight_RF = grouped(self.x_RH.detach(), self.weight_EHF, self.ends_E)
-
-    def forward(self, backend: str = "torch") -> Tensor:
-        return grouped(self.x_RH, self.weight_EHF, self.ends_E, backend=backend)
-
-    def input_gradient(self) -> None:
-        torch.autograd.grad(self.of_input_RF, self.x_RH, self.grad_RF, retain_graph=True)
-
-    def weight_gradient(self) -> None:
-        torch.autograd.grad(self.of_weight_RF, self.weight_EHF, self.grad_RF, retain_graph=True)
-
-    def all_passes(self, backend: str) -> None:
-        torch.autograd.grad(self.forward(backend), (self.x_RH, self.weight_EHF), self.grad_RF)
 
 
 def attention(window: CudaWindow) -> list[Reading]:

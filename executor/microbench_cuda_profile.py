@@ -14,7 +14,8 @@ import torch
 
 from moeplan.errors import InvalidInputError
 from moeplan.executor.measure import spread_frac
-from moeplan.executor.microbench_cuda import EXPERT_SHAPES, PHASE_ROWS, TYPICAL_INNER
+from moeplan.executor.microbench_cuda import TYPICAL_INNER
+from moeplan.executor.microbench_cuda_experts import EXPERT_SHAPES
 from moeplan.executor.microbench_profile import Table, measured_curve, measured_gemm, rounded
 from moeplan.executor.microbench_window import Reading
 from moeplan.hwprofiles.load import load_profile, profile_names
@@ -23,6 +24,7 @@ from moeplan.hwprofiles.schema import (
     CollectiveCurve,
     CollectiveKind,
     GroupedGemmCurve,
+    GroupedGemmPhase,
     HardwareProfile,
     Sourced,
 )
@@ -45,7 +47,7 @@ def profile_from_cuda_readings(
 ) -> HardwareProfile:
     """The preset of the device with every figure that was measured in place of its own.
 
-    ``answer`` holds ``device``, ``memory_bytes``, ``num_sms``, ``overheads_bytes`` and ``power`` of the workers.
+    ``answer`` holds ``device``, ``memory_bytes``, ``num_sms``, ``overheads_bytes``, ``power`` and ``packages``.
     """
     tables: dict[str, Table] = defaultdict(lambda: defaultdict(list))
     for reading in readings:
@@ -59,8 +61,8 @@ class _Builder:
     def __init__(self, tables: dict[str, Table], answer: Mapping[str, Any], num_gpus: int) -> None:
         self.tables, self.answer, self.num_gpus = tables, answer, num_gpus
         power = answer["power"].get("mean_power")
-        under = f", {power}" if power else ""
-        self.ref = f"moeplan calibrate, {num_gpus} x {answer['device']}, torch {torch.__version__}{under}"
+        also = "".join(f", {what}" for what in (answer["packages"], power) if what)
+        self.ref = f"moeplan calibrate, {num_gpus} x {answer['device']}, torch {torch.__version__}{also}"
 
     def profile(self, base: HardwareProfile) -> HardwareProfile:
         peak_bytes_per_s = base.hbm_bytes_per_s.value
@@ -126,22 +128,18 @@ class _Builder:
         return measured_curve(table, size_key, value_key, self.ref)
 
     def _grouped_gemms(self) -> Iterable[GroupedGemmCurve]:
+        """By pass, each of the fastest back end that a run may take: ``torch`` names what the native stack calls."""
         for num_experts, hidden, ffn in EXPERT_SHAPES:
-            curve = self._curve(self.tables[f"grouped_gemm.{num_experts}"], "rows", "flops_per_s")
-            phases = ", ".join(
-                f"{phase.replace('_', ' ')} {statistics.median(values) / 1e12:.0f}"
-                for phase in ("forward", "input_gradient", "weight_gradient")
-                if (values := self.tables[f"grouped_gemm.{phase}.{num_experts}"].get(PHASE_ROWS))
-            )
-            curve["ref"] += f"; all three passes; TFLOP/s apart at {PHASE_ROWS} rows: {phases}"
-            yield GroupedGemmCurve(
-                dtype="bf16",
-                backend="torch",
-                num_experts=num_experts,
-                hidden_size=hidden,
-                expert_ffn_size=ffn,
-                **curve,
-            )
+            for phase in get_args(GroupedGemmPhase):
+                yield GroupedGemmCurve(
+                    dtype="bf16",
+                    backend="torch",
+                    phase=phase,
+                    num_experts=num_experts,
+                    hidden_size=hidden,
+                    expert_ffn_size=ffn,
+                    **self._curve(self.tables[f"grouped_gemm.{phase}.{num_experts}"], "rows", "flops_per_s"),
+                )
 
     def _merged_attention(self, base: HardwareProfile) -> tuple[AttentionCurve, ...]:
         curves = {(one.dtype, one.phase, one.qk_head_dim, one.v_head_dim): one for one in base.attention}

@@ -13,16 +13,17 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from moeplan.executor import microbench_collectives, microbench_cuda
+from moeplan.executor import microbench_collectives, microbench_cuda, microbench_cuda_experts
 from moeplan.executor.measure import context_bytes
 from moeplan.executor.microbench_cuda_window import CudaWindow
 from moeplan.executor.microbench_window import Reading
 from moeplan.executor.microbench_worker import pool
 from moeplan.executor.power import PowerSamples
+from moeplan.kernels import flash_attention, grouped_gemm_quack
 
 PARTS: tuple[tuple[str, Callable[[CudaWindow], list[Reading]]], ...] = (
     ("matrix products", microbench_cuda.gemm),
-    ("grouped matrix products", microbench_cuda.grouped_gemm),
+    ("grouped matrix products", microbench_cuda_experts.grouped_gemm),
     ("attention", microbench_cuda.attention),
     ("memory", microbench_cuda.memory),
     ("launches", microbench_cuda.launches),
@@ -66,10 +67,20 @@ def main(folder: Path, rank: int, world_size: int, *, quick: bool) -> None:
             "memory_bytes": torch.cuda.mem_get_info(device)[1],
             "num_sms": torch.cuda.get_device_properties(device).multi_processor_count,
             "power": power.provenance(),
+            "packages": _packages(),
         }
         (folder / "readings.json").write_text(json.dumps(answer), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _packages() -> str:
+    """Optional packages whose kernels took part, with versions."""
+    versions = {
+        grouped_gemm_quack.PACKAGE: grouped_gemm_quack.installed_version(),
+        flash_attention.PACKAGE: flash_attention.installed_version(),
+    }
+    return ", ".join(f"{package} {version}" for package, version in versions.items() if version)
 
 
 if __name__ == "__main__":

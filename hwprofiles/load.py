@@ -15,7 +15,7 @@ _FOLDER = Path(__file__).resolve().parent
 # What makes two entries of a list table the same one: a child's entry replaces its base's entry of equal identity.
 _IDENTITY: dict[str, tuple[str, ...]] = {
     "gemm": ("dtype",),
-    "grouped_gemm": ("dtype", "backend", "num_experts", "hidden_size", "expert_ffn_size"),
+    "grouped_gemm": ("dtype", "backend", "phase", "num_experts", "hidden_size", "expert_ffn_size"),
     "attention": ("dtype", "phase", "qk_head_dim", "v_head_dim"),
     "collectives": ("collective", "tier", "num_ranks"),
     "dispatch": ("backend", "tier"),

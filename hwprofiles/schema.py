@@ -14,6 +14,7 @@ from moeplan.record import Record
 
 SourceKind = Literal["datasheet", "measured", "fitted", "assumed"]
 Dtype = Literal["fp64", "fp32", "tf32", "bf16", "fp8", "fp8_block", "mxfp8", "nvfp4"]
+GroupedGemmPhase = Literal["fwd", "dgrad", "wgrad", "wgrad_of_two"]
 Tier = Literal["scale_up", "network"]  # scale_up: the NVLink domain (one host for CPU profiles); network: NIC to NIC
 CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv"]
 DispatchBackend = Literal["alltoall", "allgather", "deepep", "hybridep", "torch"]
@@ -111,9 +112,13 @@ class GroupedGemmCurve(GemmCurve):
 
     ``backend`` is the kernel (torch, te, cutlass, deepgemm, ...). The readings were taken at ``num_experts`` local
     experts of ``hidden_size`` x ``expert_ffn_size``; None where they mix shapes.
+
+    ``phase`` None: of all three passes. ``wgrad`` and ``wgrad_of_two`` hold, beside the products, what adds them to
+    fp32 main gradients: for each micro-batch, and for two at once (rows are those of one, time is half of both).
     """
 
     backend: str
+    phase: GroupedGemmPhase | None = None
     num_experts: int | None = None
     hidden_size: int | None = None
     expert_ffn_size: int | None = None

@@ -92,9 +92,9 @@ def _gemm_backward(op: Op, after: tuple[str, ...], shape: OpShape, stack: StackT
     if stack.trains_adapters:
         return [data]
     weights = op.num_groups * op.inner * op.cols
-    grads = MAIN_GRAD_PASSES * weights * shape.grad_bytes
-    if op.name in shape.paired_wgrad and stack.fused_grad_accumulation:  # one addition for two micro-batches
-        grads *= shape.paired_adds_frac
+    is_paired = op.name in shape.paired_wgrad and stack.fused_grad_accumulation
+    adds_frac = shape.paired_adds_frac if is_paired else 1.0  # of the micro-batches: one addition for two
+    grads = MAIN_GRAD_PASSES * weights * shape.grad_bytes * adds_frac
     # A tile's gradients are added when its products are done, on top of either bound unless the machine overlaps that.
     # Outputs of this GEMM are the main gradients (or, unfused, a copy that is then added to them), not activations.
     unfused = 0.0 if stack.fused_grad_accumulation else 2 * weights * shape.element_bytes
@@ -109,6 +109,8 @@ def _gemm_backward(op: Op, after: tuple[str, ...], shape: OpShape, stack: StackT
         inner=op.rows,
         hbm_bytes=moved,
         epilogue_hbm_bytes=grads,
+        adds_fp32=stack.fused_grad_accumulation and shape.grad_dtype == "fp32",
+        paired_frac=2 * (1 - adds_frac),
         after=tuple(one.name for one in copies) or after,
     )
     return [data, *copies, weight]

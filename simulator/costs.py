@@ -10,7 +10,8 @@ from math import ceil
 
 from moeplan.hwprofiles.schema import AttentionCurve, DispatchRate, HardwareProfile, Tier
 from moeplan.simulator.collectives import NO_COST, UNMEASURED_LINK_FRAC, collective_cost
-from moeplan.simulator.gemm_rates import dense_rate, grouped_seconds
+from moeplan.simulator.gemm_rates import dense_rate
+from moeplan.simulator.grouped_gemm_rates import added_weight_grad_seconds, grouped_seconds
 from moeplan.simulator.op import Bound, Cost, Op, OpKind
 
 # H200 from 2k to 4k 534 to 616, GB200 from 4k to 8k 1319 to 1559 TFLOP/s (hardware facts section 5).
@@ -35,8 +36,13 @@ def _gemm(op: Op, profile: HardwareProfile) -> Cost:
 
 
 def _grouped_gemm(op: Op, profile: HardwareProfile) -> Cost:
-    seconds, rate = grouped_seconds(
-        profile, op.dtype, op.backend, _tiled(op, profile), op.num_groups, rate_frac=op.rate_frac
+    what = (profile, op.dtype, op.backend, _tiled(op, profile), op.num_groups)
+    added = added_weight_grad_seconds(*what, paired_frac=op.paired_frac) if op.adds_fp32 else None
+    if added:  # the reading has the additions
+        op = replace(op, epilogue_hbm_bytes=0.0)
+    # A weight gradient that is only written is a product like an input gradient.
+    seconds, rate = added or grouped_seconds(
+        *what, phase="fwd" if op.phase == "fwd" else "dgrad", rate_frac=op.rate_frac
     )
     return _roofline(op, profile, Cost(seconds, "compute", rate.source, rate.error_frac, rate.note))
 

@@ -6,16 +6,13 @@ goes with K / (K + 400), against the 6000 typical of the curves. The 400 fits De
 16384, 1410 at 7168, 1212 at 1536, 775 at 512 (hardware facts, section 4.4).
 """
 
-import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from moeplan.errors import InvalidInputError
 from moeplan.hwprofiles.curves import MonotoneTime
 from moeplan.hwprofiles.schema import DEFAULT_ERROR_FRAC, GemmCurve, HardwareProfile, SourceKind
 
 INNER_OVERHEAD, TYPICAL_INNER = 400.0, 6000.0
-# Rows of an output tile of CUTLASS and cuBLAS kernels: a smaller group takes as long.
-TILE_ROWS = 64
 PEAK_FRAC_WITHOUT_CURVE = 0.7
 # Which measured format stands in for a missing one, nearest first; its rate is scaled by the ratio of the peaks.
 NEAREST_DTYPES: dict[str, tuple[str, ...]] = {
@@ -101,41 +98,3 @@ def _inner(curve: GemmCurve) -> tuple[float, float]:
     """The curve's typical inner dimension and its overhead, or those of the GPU readings."""
     typical = TYPICAL_INNER if curve.typical_inner is None else curve.typical_inner
     return typical, INNER_OVERHEAD if curve.inner_overhead is None else curve.inner_overhead
-
-
-def grouped_seconds(
-    profile: HardwareProfile,
-    dtype: str,
-    backend: str,
-    shape: tuple[float, float, float],
-    num_groups: int,
-    *,
-    rate_frac: float = 1.0,
-) -> tuple[float, Rate]:
-    """Seconds of ``num_groups`` GEMMs of ``shape`` (rows, cols, inner) in one call, and the rate used.
-
-    From the back end's own curve (rate by rows of a group), the one with the nearest sizes. Otherwise the groups fill
-    the the machine together: ``rate_frac`` of the dense rate at all rows, rows padded to whole tiles.
-    """
-    rows, cols, inner = shape
-    fitting = [curve for curve in profile.grouped_gemm if curve.dtype == dtype and curve.backend == backend]
-    if fitting:
-        curve = min(fitting, key=lambda one: _distance(one.num_experts, num_groups))
-        note = f"grouped_gemm[{dtype} {backend}]" if curve.source == "assumed" else ""
-        rate = Rate(curve.curve, profile.sustained_frac.value, curve.source, curve.error_bar_frac, note)
-        return num_groups * 2 * cols * inner * rate.curve.time_at(rows) / rate.scale_frac, rate
-    dense = dense_rate(profile, dtype)
-    note = f"grouped_gemm[{dtype} {backend}]: {rate_frac:g} x the dense rate at all rows"
-    rate = replace(
-        dense,
-        scale_frac=dense.scale_frac * rate_frac,
-        source="assumed",
-        error_frac=max(0.2, dense.error_frac),
-        note=note,
-    )
-    padded = max(rows, TILE_ROWS)
-    return rate.seconds(padded * num_groups, cols, inner), rate
-
-
-def _distance(measured: int | None, wanted: int) -> float:
-    return math.inf if measured is None else abs(math.log(measured / wanted))

@@ -56,7 +56,8 @@ class Op:
     attention: ``rows`` tokens x ``cols`` heads against ``seq_len`` keys, causal, at ``rate_frac`` of the machine's
     readings. memory, gather: ``hbm_bytes`` moved; backward in ``backward_num_kernels``, 0: as many as forward;
     no faster than ``most_bytes_per_s``, 0: than memory.
-    ``epilogue_hbm_bytes``: moved after the products of a GEMM are done.
+    ``epilogue_hbm_bytes``: moved after the products of a GEMM are done. ``adds_fp32``: those are additions to fp32
+    main gradients, for ``paired_frac`` of the micro-batches two at a time.
     Collectives: ``comm_bytes`` in the convention of CollectiveCurve, in ``num_messages`` equal ones, one after another.
     ``repeats``: not kept, so backward does it again first. exchange: ``comm_bytes`` to other ranks inside
     the scale-up domain, ``network_bytes`` to other domains, of both the ``forward_`` part forward alone; ``wait_s``
@@ -83,6 +84,8 @@ class Op:
     backward_hbm_bytes: float = 0.0
     most_bytes_per_s: float = 0.0
     epilogue_hbm_bytes: float = 0.0
+    adds_fp32: bool = False
+    paired_frac: float = 0.0
     comm_bytes: float = 0.0
     network_bytes: float = 0.0
     forward_comm_bytes: float = 0.0

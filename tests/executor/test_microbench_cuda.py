@@ -7,10 +7,11 @@ import pytest
 
 from moeplan.errors import InvalidInputError
 from moeplan.executor import microbench, microbench_cuda
-from moeplan.executor.microbench_cuda import EXPERT_SHAPES, PHASE_ROWS
+from moeplan.executor.microbench_cuda_experts import EXPERT_SHAPES
 from moeplan.executor.microbench_cuda_profile import base_profile, profile_from_cuda_readings
 from moeplan.executor.microbench_window import Reading
 from moeplan.hwprofiles.load import dump_profile, load_profile
+from moeplan.hwprofiles.schema import GroupedGemmPhase
 
 ANSWER: dict[str, Any] = {
     "device": "NVIDIA H200",
@@ -18,7 +19,10 @@ ANSWER: dict[str, Any] = {
     "num_sms": 132,
     "overheads_bytes": [0.8e9],
     "power": {"mean_power": "690 W over 6 readings"},
+    "packages": "quack-kernels 0.6.5",
 }
+
+RATES: dict[GroupedGemmPhase, float] = {"fwd": 6e14, "dgrad": 5e14, "wgrad": 3e14, "wgrad_of_two": 4e14}
 
 
 def readings() -> list[Reading]:
@@ -28,8 +32,12 @@ def readings() -> list[Reading]:
         Reading("gemm_inner", 100, (150.0,)),
         Reading("gemm_inner", 300, (350.0,)),
         Reading("peak.bf16", 8192, (8e14,)),
-        *(Reading(f"grouped_gemm.{E}", rows, (5e14,)) for E, *_ in EXPERT_SHAPES for rows in (64, 4096)),
-        Reading("grouped_gemm.forward.8", PHASE_ROWS, (6e14,)),
+        *(
+            Reading(f"grouped_gemm.{phase}.{E}", rows, (rate,))
+            for E, *_ in EXPERT_SHAPES
+            for phase, rate in RATES.items()
+            for rows in (64, 4096)
+        ),
         Reading("attention.fwd.192.128", 4096, (5e14,)),
         Reading("attention.bwd.192.128", 4096, (4e14,)),
         Reading("memory.copy", 2**30, (4.3e12,)),
@@ -51,11 +59,11 @@ def test_measured_figures_replace_those_of_the_preset_and_the_rest_stays(tmp_pat
     assert profile.name == "h200"
     (curve,) = (curve for curve in profile.gemm if curve.dtype == "bf16")
     assert (curve.rows, curve.flops_per_s, curve.inner_overhead) == ((1024, 4096), (6.5e14, 7e14), 50)
-    assert "690 W" in curve.ref
+    assert "quack-kernels 0.6.5, 690 W" in curve.ref
     assert profile.sustained_frac.value == 1
     torch_curves = [curve for curve in profile.grouped_gemm if curve.backend == "torch" and curve.dtype == "bf16"]
-    assert [curve.num_experts for curve in torch_curves] == [shape[0] for shape in EXPERT_SHAPES]
-    assert "forward 600" in torch_curves[0].ref
+    expected = {(shape[0], phase): (rate, rate) for shape in EXPERT_SHAPES for phase, rate in RATES.items()}
+    assert {(curve.num_experts, curve.phase): curve.flops_per_s for curve in torch_curves} == expected
     (latent,) = (one for one in profile.attention if (one.dtype, one.phase, one.qk_head_dim) == ("bf16", "fwd", 192))
     assert latent.flops_per_s == (5e14,)
     assert len(profile.attention) == len(base.attention)
@@ -116,3 +124,10 @@ def test_this_gpu() -> None:
     assert 0.3 * peak < max(curve.flops_per_s) < peak
     assert 0.3 < profile.hbm_efficiency_frac.value <= 1
     assert profile.kernel_floor_s.value < profile.launch_s.value < 1e-4
+    best = {
+        curve.phase: max(curve.flops_per_s)
+        for curve in profile.grouped_gemm
+        if (curve.dtype, curve.backend, curve.num_experts) == ("bf16", "torch", 8)
+    }
+    assert 0.3 * peak < best["wgrad"] <= 1.1 * best["wgrad_of_two"] < 1.1 * peak
+    assert 0.3 * peak < best["dgrad"] < 1.2 * best["fwd"] < 1.2 * peak

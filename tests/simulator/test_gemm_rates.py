@@ -1,4 +1,4 @@
-"""GEMM rates: monotone in every side, stand-ins for missing formats, grouped GEMMs."""
+"""GEMM rates: monotone in every side, stand-ins for missing formats."""
 
 import pytest
 from hypothesis import given
@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from moeplan.errors import InvalidInputError
 from moeplan.hwprofiles.load import load_profile
-from moeplan.simulator.gemm_rates import TYPICAL_INNER, dense_rate, grouped_seconds
+from moeplan.simulator.gemm_rates import TYPICAL_INNER, dense_rate
 
 H100 = load_profile("h100")
 SIDES = st.floats(1, 1e5)
@@ -61,27 +61,6 @@ def test_profile_without_curves_runs_at_a_part_of_its_peak() -> None:
 def test_unknown_format_says_what_the_profile_has() -> None:
     with pytest.raises(InvalidInputError, match=r"no GEMM rate for int3, allowed: .*bf16"):
         dense_rate(H100, "int3")
-
-
-def test_grouped_gemm_without_its_own_curve_is_a_dense_one_of_all_rows() -> None:
-    seconds, rate = grouped_seconds(H100, "bf16", "no such back end", (1024, 4096, 7168), 8, rate_frac=0.8)
-    assert seconds == pytest.approx(dense_rate(H100, "bf16").seconds(8192, 4096, 7168) / 0.8)
-    assert rate.source == "assumed"
-
-
-def test_small_groups_pay_for_whole_tiles() -> None:
-    few, _ = grouped_seconds(H100, "bf16", "no such back end", (8, 4096, 7168), 8)
-    full, _ = grouped_seconds(H100, "bf16", "no such back end", (64, 4096, 7168), 8)
-    assert few == full
-
-
-def test_grouped_gemm_uses_the_curve_of_its_back_end() -> None:
-    h200 = load_profile("h200")
-    curve = next(curve for curve in h200.grouped_gemm if curve.dtype == "bf16" and curve.num_experts)
-    assert curve.num_experts is not None
-    seconds, rate = grouped_seconds(h200, "bf16", curve.backend, (1024, 4096, 7168), curve.num_experts)
-    assert rate.source == curve.source
-    assert seconds > 0
 
 
 def test_a_curve_may_state_what_its_inner_dimension_pays() -> None:
