@@ -1,26 +1,65 @@
 """Which back end's windows a curve of the experts has; the readings themselves need a GPU (test_microbench_cuda.py)."""
 
+from collections.abc import Iterable
+
 import pytest
 
 from moeplan.executor import microbench_cuda_experts
 from moeplan.executor.kernel_tuning import LEAST_PRODUCT_S
+from moeplan.executor.microbench_cuda_experts import EXPERT_ROWS, NUM_KEPT
 
 NUM_PRODUCTS = 16
 
 
 @pytest.mark.parametrize(
-    "by_expert_s,fastest",
-    [(0.9 * LEAST_PRODUCT_S * NUM_PRODUCTS, "torch"), (1.1 * LEAST_PRODUCT_S * NUM_PRODUCTS, "by_expert")],
+    "by_expert_s,order",
+    [
+        (0.9 * LEAST_PRODUCT_S * NUM_PRODUCTS, ["torch"]),
+        (1.1 * LEAST_PRODUCT_S * NUM_PRODUCTS, ["by_expert", "torch"]),
+    ],
 )
 def test_what_leaves_the_host_no_time_is_not_what_a_run_takes(
-    by_expert_s: float, fastest: str, monkeypatch: pytest.MonkeyPatch
+    by_expert_s: float, order: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     windows_s = {"torch": [by_expert_s * 2, by_expert_s * 3], "by_expert": [by_expert_s]}
     monkeypatch.setattr(microbench_cuda_experts, "windows_under_load", lambda *_, **__: windows_s)
     calls = {name: lambda: None for name in windows_s}
-    assert microbench_cuda_experts._fastest_windows(calls, NUM_PRODUCTS, 0.0) == windows_s[fastest]
+    found = microbench_cuda_experts._by_speed(calls, NUM_PRODUCTS, 0.0)
+    assert list(found.items()) == [(name, windows_s[name]) for name in order]
 
 
 def test_the_only_back_end_is_taken_whatever_it_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(microbench_cuda_experts, "windows_under_load", lambda *_, **__: {"by_expert": [1e-6]})
-    assert microbench_cuda_experts._fastest_windows({"by_expert": lambda: None}, NUM_PRODUCTS, 0.0) == [1e-6]
+    found = microbench_cuda_experts._by_speed({"by_expert": lambda: None}, NUM_PRODUCTS, 0.0)
+    assert found == {"by_expert": [1e-6]}
+
+
+class FakeProduct:
+    """An expert product of 1 FLOP a row."""
+
+    def __init__(self, _E: int, rows: int, _width_in: int, _width_out: int) -> None:
+        self.flops = rows
+
+
+def test_the_fastest_of_the_first_rows_compete_at_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two micro-batches have twice the work, and the slow ones come once a pass."""
+    seconds = {name: 1.0 + index for index, name in enumerate("abcde")}
+    compared: list[list[str]] = []
+
+    def windows(calls: Iterable[str], **_: float) -> dict[str, list[float]]:
+        compared.append(sorted(calls))
+        return {name: [seconds[name]] * 2 for name in calls}
+
+    passes = ("fwd", "wgrad_of_two")
+    monkeypatch.setattr(microbench_cuda_experts, "_Product", FakeProduct)
+    monkeypatch.setattr(microbench_cuda_experts, "windows_under_load", windows)
+    monkeypatch.setattr(
+        microbench_cuda_experts, "_passes", lambda _: {phase: dict.fromkeys(seconds, print) for phase in passes}
+    )
+    readings = list(microbench_cuda_experts._of_shape((8, 64, 32), 0.0))
+    assert compared == [list("abcde")] * len(passes) + [list("abcde")[:NUM_KEPT]] * len(passes) * (len(EXPERT_ROWS) - 1)
+    assert [(reading.name, reading.size, reading.values) for reading in readings] == [
+        (f"grouped_gemm.{phase}.8", rows, (2.0 * rows * number,) * 2)
+        for rows in EXPERT_ROWS
+        for phase, number in zip(passes, (1, 2), strict=True)
+    ]
