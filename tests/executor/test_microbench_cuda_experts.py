@@ -6,7 +6,7 @@ import pytest
 
 from moeplan.executor import microbench_cuda_experts
 from moeplan.executor.kernel_tuning import LEAST_PRODUCT_S
-from moeplan.executor.microbench_cuda_experts import EXPERT_ROWS, NUM_KEPT
+from moeplan.executor.microbench_cuda_experts import EXPERT_ROWS
 
 NUM_PRODUCTS = 16
 
@@ -41,13 +41,13 @@ class FakeProduct:
         self.flops = rows
 
 
-def test_the_fastest_of_the_first_rows_compete_at_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two micro-batches have twice the work, and the slow ones come once a pass."""
-    seconds = {name: 1.0 + index for index, name in enumerate("abcde")}
-    compared: list[list[str]] = []
+def test_each_packages_fastest_of_the_first_rows_competes_at_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two micro-batches have twice the work."""
+    seconds = {"quack_128x192": 1.0, "quack_128x128": 2.0, "triton": 3.0, "triton_rows32": 2.5, "torch": 4.0}
+    compared: list[set[str]] = []
 
     def windows(calls: Iterable[str], **_: float) -> dict[str, list[float]]:
-        compared.append(sorted(calls))
+        compared.append(set(calls))
         return {name: [seconds[name]] * 2 for name in calls}
 
     passes = ("fwd", "wgrad_of_two")
@@ -57,7 +57,8 @@ def test_the_fastest_of_the_first_rows_compete_at_the_others(monkeypatch: pytest
         microbench_cuda_experts, "_passes", lambda _: {phase: dict.fromkeys(seconds, print) for phase in passes}
     )
     readings = list(microbench_cuda_experts._of_shape((8, 64, 32), 0.0))
-    assert compared == [list("abcde")] * len(passes) + [list("abcde")[:NUM_KEPT]] * len(passes) * (len(EXPERT_ROWS) - 1)
+    kept = {"quack_128x192", "triton_rows32", "torch"}
+    assert compared == [set(seconds)] * len(passes) + [kept] * len(passes) * (len(EXPERT_ROWS) - 1)
     assert [(reading.name, reading.size, reading.values) for reading in readings] == [
         (f"grouped_gemm.{phase}.8", rows, (2.0 * rows * number,) * 2)
         for rows in EXPERT_ROWS

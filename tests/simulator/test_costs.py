@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moeplan.hwprofiles.load import load_profile
-from moeplan.hwprofiles.schema import HardwareProfile
+from moeplan.hwprofiles.schema import GroupedGemmCurve, HardwareProfile
 from moeplan.simulator.costs import COSTS, cost
 from moeplan.simulator.op import OP_KINDS, Op, OpKind, Phase, Placement
 
@@ -104,6 +104,26 @@ def test_blackwell_writes_outputs_beside_products_and_hopper_after_them() -> Non
         added = replace(plain, epilogue_hbm_bytes=8 * 7168 * 4096)
         assert (cost(added, profile).seconds == cost(plain, profile).seconds) is hides
         assert cost(replace(added, inner=64), profile).seconds > cost(replace(plain, inner=64), profile).seconds
+
+
+def test_additions_that_a_curve_holds_are_not_counted_again() -> None:
+    """Nor are they left out of a gradient that the curve is not of: one that is not added to fp32."""
+    curves = [
+        GroupedGemmCurve(
+            dtype="bf16", backend="torch", phase=phase, num_experts=8, rows=(1024,), flops_per_s=(5e14,),
+            source="measured", ref="a test",
+        )
+        for phase in ("dgrad", "wgrad")
+    ]  # fmt: skip
+    profile = PROFILE.model_copy(update={"grouped_gemm": tuple(curves)})
+    op = replace(
+        make("grouped_gemm", 4096), phase="wgrad", inner=1024, num_groups=8, backend="torch", adds_fp32=True,
+        epilogue_hbm_bytes=8 * 8 * 4096 * 4096,
+    )  # fmt: skip
+    flops = 2 * 8 * 4096 * 4096 * 1024
+    assert cost(op, profile).seconds == pytest.approx(flops / 5e14 / profile.sustained_frac.value)
+    written = replace(op, adds_fp32=False)
+    assert cost(written, profile).seconds > cost(replace(written, epilogue_hbm_bytes=0), profile).seconds
 
 
 @pytest.mark.parametrize("hardware", ["h100", "h200", "b200", "gb300"])

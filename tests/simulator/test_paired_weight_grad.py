@@ -9,6 +9,7 @@ from moeplan.presets import load_model
 from moeplan.simulator.backward_ops import backward_ops
 from moeplan.simulator.layer_ops import forward_ops
 from moeplan.simulator.memory import memory_items
+from moeplan.simulator.op import Op
 from moeplan.simulator.op_shapes import OpShape, Part
 from moeplan.simulator.predict import predict
 from moeplan.simulator.stack import load_stack
@@ -23,10 +24,14 @@ def plan_of(**fields: object) -> Plan:
     return Plan.model_validate({"model": load_model("h200-fine"), **settings, **fields})
 
 
-def added_bytes(plan: Plan) -> dict[str, float]:
+def weight_gradients(plan: Plan) -> dict[str, Op]:
     shape = OpShape.of(plan.point, NATIVE, H200)
     ops = backward_ops(forward_ops(plan.model, Part(MOE_LAYER), shape, NATIVE), shape, NATIVE.time)
-    return {op.name: op.epilogue_hbm_bytes for op in ops if op.phase == "wgrad"}
+    return {op.name: op for op in ops if op.phase == "wgrad"}
+
+
+def added_bytes(plan: Plan) -> dict[str, float]:
+    return {name: op.epilogue_hbm_bytes for name, op in weight_gradients(plan).items()}
 
 
 def test_a_pair_is_added_once() -> None:
@@ -37,6 +42,19 @@ def test_a_pair_is_added_once() -> None:
     assert {name for name in plain if plain[name] != both[name]} == {"expert_fc1.wgrad", "expert_fc2.wgrad"}
     three = added_bytes(plan_of(paired_wgrad=BOTH, global_batch_size=12))
     assert three["expert_fc1.wgrad"] == pytest.approx(plain["expert_fc1.wgrad"] * 2 / 3)
+
+
+@pytest.mark.parametrize("global_batch_size, paired_frac", [(32, 1.0), (12, 2 / 3)])
+def test_an_odd_micro_batch_is_added_alone(global_batch_size: int, paired_frac: float) -> None:
+    found = weight_gradients(plan_of(paired_wgrad=BOTH[:1], global_batch_size=global_batch_size))
+    assert found["expert_fc1.wgrad"].paired_frac == pytest.approx(paired_frac)
+    assert found["expert_fc2.wgrad"].paired_frac == 0
+
+
+@pytest.mark.parametrize("grad_dtype, adds_fp32", [("fp32", True), ("bf16", False)])
+def test_gradients_in_bf16_are_no_additions_to_fp32(grad_dtype: str, adds_fp32: bool) -> None:
+    found = weight_gradients(plan_of(grad_dtype=grad_dtype))
+    assert {op.adds_fp32 for op in found.values()} == {adds_fp32}
 
 
 def test_the_step_is_shorter_by_the_additions_saved() -> None:
