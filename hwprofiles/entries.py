@@ -75,9 +75,10 @@ def _label(item: Record) -> str:
     """What tells an entry of a list table from its neighbours."""
     match item:
         case GroupedGemmCurve():
+            phase = "" if item.phase is None else f" {item.phase}"
             experts = "" if item.num_experts is None else f" {item.num_experts} experts"
             shape = "" if item.hidden_size is None else f" {item.hidden_size}x{item.expert_ffn_size}"
-            return f"{item.dtype} {item.backend}{experts}{shape}"
+            return f"{item.dtype} {item.backend}{phase}{experts}{shape}"
         case GemmCurve():
             return item.dtype
         case AttentionCurve():

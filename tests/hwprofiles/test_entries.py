@@ -41,3 +41,12 @@ def test_summaries_say_ranges() -> None:
     entries = {entry.key_path: entry for entry in all_entries(load_profile("h100"))}
     assert entries["price_usd_per_gpu_hour"].summary == "2.95 (1.99 to 6.88)"
     assert entries["gemm[bf16]"].summary == "10 points, rows 16 to 16384: 3.71e+13 to 7.91e+14"
+
+
+def test_curves_of_one_pass_are_told_apart() -> None:
+    profile = load_profile("h200")
+    curve = next(curve for curve in profile.grouped_gemm if curve.backend == "torch" and curve.num_experts)
+    both = tuple(curve.model_copy(update={"phase": phase}) for phase in (None, "wgrad"))
+    entries = all_entries(profile.model_copy(update={"grouped_gemm": both}))
+    labels = [entry.key_path for entry in entries if entry.key_path.startswith("grouped_gemm")]
+    assert labels[1] == labels[0].replace("torch", "torch wgrad")
