@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as Fn
 
-from moeplan.executor.kernel_tuning import product_candidates
+from moeplan.executor.expert_tuning import product_candidates
 from moeplan.kernels import activation, adam, cross_entropy, grouped_gemm, grouped_weight_grad, permute, split_qkv
 from moeplan.kernels.main_grad import MainGrad
 from moeplan.kernels.norm import residual_rms_norm, rms_norm

@@ -1,48 +1,44 @@
 """Rates of the experts' matrix products on one GPU: readings ``grouped_gemm.PHASE.NUM_EXPERTS`` of ``calibrate``.
 
-Each pass by the fastest of the back ends that a run chooses from (:mod:`moeplan.executor.kernel_tuning`), compared as
+Each pass by the fastest of the back ends that a run chooses from (:mod:`moeplan.executor.expert_tuning`), compared as
 before a run, rows drawn as there. Weight gradients are added to fp32 main gradients, of one micro-batch and of two at
 once, as a run does.
 
-Shapes: E experts, R rows of all, H width in, F width out.
+Shapes: E experts.
 """
 
+import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
 import torch
-from torch import Tensor
 
-from moeplan.executor.candidate_timing import runnable, windows_under_load
-from moeplan.executor.kernel_tuning import drawn_offsets, is_launch_bound, product_candidates
+from moeplan.executor.candidate_timing import Candidates, runnable, windows_under_load
+from moeplan.executor.expert_tuning import ExpertProduct, is_launch_bound
 from moeplan.executor.microbench_cuda_window import CudaWindow
 from moeplan.executor.microbench_window import Reading
 from moeplan.hwprofiles.schema import GroupedGemmPhase
 from moeplan.kernels.back_end_choice import Shape
-from moeplan.kernels.grouped_gemm import PRODUCTS
-from moeplan.kernels.grouped_weight_grad import TRITON, add_parts_, triton_takes
-from moeplan.kernels.main_grad import MainGrad
-from moeplan.kernels.weight_grad_pairs import Operands
 
 # Experts, hidden, width: as the models that people train with one GPU's share of experts.
 EXPERT_SHAPES = ((8, 4096, 14_336), (16, 7168, 2048), (64, 4096, 1536), (128, 2048, 768))
 EXPERT_ROWS = (1024, 64, 256, 4096)
-_Calls = Mapping[str, Callable[[], object]]  # by back end
 
 
 def grouped_gemm(window: CudaWindow) -> list[Reading]:
     """Both expert products of a SwiGLU layer by pass and rows of an expert: FLOP/s in the fastest's windows."""
-    return [reading for shape in EXPERT_SHAPES for reading in _of_shape(shape, window.short_s)]
+    return [reading for shape in EXPERT_SHAPES for reading in _of_shape(shape, window.device, window.short_s)]
 
 
-def _of_shape(shape: Shape, warm_up_s: float) -> Iterator[Reading]:
+def _of_shape(shape: Shape, device: torch.device, warm_up_s: float) -> Iterator[Reading]:
     """After the first rows only each package's fastest: all tiles of all of them would take 20 s for each rows."""
     E, hidden, ffn = shape
     kept: dict[GroupedGemmPhase, list[str]] = {}
     for rows in EXPERT_ROWS:
-        products = [_Product(E, rows, hidden, 2 * ffn), _Product(E, rows, ffn, hidden)]
-        flops = sum(one.flops for one in products)
+        weights = ((E, hidden, 2 * ffn), (E, ffn, hidden))
+        products = [ExpertProduct(weight, E * rows, device, num_micro_batches=2) for weight in weights]
+        flops = sum(2 * rows * math.prod(weight) for weight in weights)
         for phase, calls in _passes(products).items():
             taking_part = {name: run for name, run in calls.items() if name in kept.get(phase, calls)}
             fastest = _by_speed(taking_part, len(products) * E, warm_up_s)
@@ -53,7 +49,7 @@ def _of_shape(shape: Shape, warm_up_s: float) -> Iterator[Reading]:
         del products, calls, taking_part  # before the next are made
 
 
-def _by_speed(calls: _Calls, num_products: int, warm_up_s: float) -> dict[str, list[float]]:
+def _by_speed(calls: Candidates, num_products: int, warm_up_s: float) -> dict[str, list[float]]:
     """Seconds in each window of the back ends that a run may take, fastest first; what came before heated the GPU."""
     windows_s = windows_under_load(runnable(calls), warm_up_s=warm_up_s)
     times_s = {name: statistics.median(some) for name, some in windows_s.items()}
@@ -74,50 +70,21 @@ def _fastest_of_each_package(names: Iterable[str]) -> list[str]:
     return list(first.values())
 
 
-class _Product:
-    """One weight's operands: R rows for each of E experts on average, twice, as two micro-batches have them."""
-
-    def __init__(self, E: int, rows: int, width_in: int, width_out: int) -> None:
-        def normal(*shape: int) -> Tensor:
-            return torch.randn(shape, dtype=torch.bfloat16, device="cuda")
-
-        self.weight_EHF = normal(E, width_in, width_out)
-        ends_E = drawn_offsets(E, E * rows, self.weight_EHF.device)
-        self.micro_batches = [
-            Operands(normal(E * rows, width_in), normal(E * rows, width_out), ends_E) for _ in range(2)
-        ]
-        self.main = MainGrad(torch.zeros(self.weight_EHF.shape, device="cuda"), is_clear=False)
-        self.flops = 2 * E * rows * width_in * width_out
-
-    def forward(self, backend: str) -> None:
-        first = self.micro_batches[0]
-        PRODUCTS[backend](first.x_TH, self.weight_EHF, first.offsets_E)
-
-    def input_gradient(self, backend: str) -> None:
-        first = self.micro_batches[0]
-        PRODUCTS[backend](first.grad_TF, self.weight_EHF.transpose(1, 2), first.offsets_E)
-
-    def add_weight_gradients(self, num_micro_batches: int, backend: str) -> None:
-        add_parts_(self.main, self.micro_batches[:num_micro_batches], backend=backend)
-
-
-def _passes(products: list[_Product]) -> dict[GroupedGemmPhase, _Calls]:
+def _passes(products: Sequence[ExpertProduct]) -> dict[GroupedGemmPhase, Candidates]:
     """Calls of each pass over all products, by back end."""
-    first = products[0]
-    x_RH = first.micro_batches[0].x_TH
-    names = product_candidates(x_RH, first.weight_EHF)
-    adding = [*names, *(TRITON if triton_takes(first.main.total, x_RH) else ())]
     return {
-        "fwd": _by_backend(names, [one.forward for one in products]),
-        "dgrad": _by_backend(names, [one.input_gradient for one in products]),
-        "wgrad": _by_backend(adding, [partial(one.add_weight_gradients, 1) for one in products]),
-        "wgrad_of_two": _by_backend(adding, [partial(one.add_weight_gradients, 2) for one in products]),
+        "fwd": _together([one.forward() for one in products]),
+        "dgrad": _together([one.input_gradient() for one in products]),
+        "wgrad": _together([one.additions(1) for one in products]),
+        "wgrad_of_two": _together([one.additions(2) for one in products]),
     }
 
 
-def _by_backend(names: Iterable[str], runs: list[Callable[[str], None]]) -> _Calls:
-    def run_all(name: str) -> None:
-        for run in runs:
-            run(name)
+def _together(each: Sequence[Candidates]) -> Candidates:
+    """One call after the other by the same back end, where it takes all."""
 
-    return {name: partial(run_all, name) for name in names}
+    def run_all(name: str) -> None:
+        for calls in each:
+            calls[name]()
+
+    return {name: partial(run_all, name) for name in each[0] if all(name in calls for calls in each)}

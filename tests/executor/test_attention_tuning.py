@@ -45,12 +45,13 @@ def test_whole_sequences_are_compared() -> None:
     assert f"{plan.mbs} x {plan.seq_len}" in key
 
 
-def test_parts_of_sequences_unequal_widths_and_wide_numbers_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_of_sequences_unequal_widths_wide_numbers_and_graphs_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _key(tiny_plan(PLAIN_MODEL, 2, cp=2, precision="bf16")) is None
     assert _key(tiny_plan(MLA_MODEL, 1, precision="bf16")) is None
     assert _key(tiny_plan(PLAIN_MODEL, 1, precision="fp32")) is None
     plan = tiny_plan(PLAIN_MODEL, 1, precision="bf16")
     assert _key(plan.replace(packed_lengths=(plan.seq_len // 4, plan.seq_len - plan.seq_len // 4))) is None
+    assert _key(plan.replace(cuda_graph=("full_iteration",))) is None
     monkeypatch.setattr(flash_attention, "installed_version", lambda: None)
     assert _key(plan) is None
 

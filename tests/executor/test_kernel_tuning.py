@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from moeplan.executor import kernel_tuning
-from moeplan.executor.kernel_tuning import FOLDER_VARIABLE, LEAST_PRODUCT_S, cache_path, expert_shapes, tune
+from moeplan.executor.expert_tuning import LEAST_PRODUCT_S, expert_shapes
+from moeplan.executor.kernel_tuning import FOLDER_VARIABLE, cache_path, tune
 from moeplan.executor.mesh import build_mesh
+from moeplan.kernels import grouped_gemm_quack
 from moeplan.kernels.back_end_choice import choices, forget
 from moeplan.plan import Plan
 from tests.executor.cases import GQA_MODEL, tiny_plan
@@ -26,14 +28,6 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     forget()  # other tests train without a GPU
 
 
-def test_shapes_are_those_of_the_parameters() -> None:
-    moe = GQA_MODEL.moe
-    assert moe is not None
-    first, second = expert_shapes(PLAN, build_mesh(PLAN.folding, 0))
-    assert first == (moe.num_experts, GQA_MODEL.hidden_size, 2 * moe.expert_ffn_size)
-    assert second == (moe.num_experts, moe.expert_ffn_size, GQA_MODEL.hidden_size)
-
-
 def test_a_cpu_keeps_the_defaults() -> None:
     tune(PLAN, build_mesh(PLAN.folding, 0), torch.device("cpu"))
     assert choices() == {}
@@ -43,9 +37,7 @@ def test_a_cpu_keeps_the_defaults() -> None:
 def test_the_fastest_is_chosen_and_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[tuple[int, ...]] = []
 
-    def measure(
-        shape: tuple[int, ...], num_rows: int, device: torch.device, *, is_paired: bool
-    ) -> dict[str, dict[str, float]]:
+    def measure(shape: tuple[int, ...], num_rows: int, device: torch.device, **_: bool) -> dict[str, dict[str, float]]:
         measured.append(shape)
         return {
             "grouped_gemm": {"torch": 2.0, "by_expert": 1.0},
@@ -53,7 +45,7 @@ def test_the_fastest_is_chosen_and_remembered(monkeypatch: pytest.MonkeyPatch) -
             "grouped_weight_grad": {"torch": 2.0, "triton": 3.0},
         }
 
-    monkeypatch.setattr(kernel_tuning, "_measure", measure)
+    monkeypatch.setattr(kernel_tuning, "measure_experts", measure)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
     mesh, device = build_mesh(PLAN.folding, 0), torch.device("cuda", 0)
     reports: list[str] = []
@@ -72,11 +64,18 @@ def test_the_fastest_is_chosen_and_remembered(monkeypatch: pytest.MonkeyPatch) -
     assert len(measured) == 2
 
 
-def test_what_no_graph_has_captured_is_not_chosen_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    times_s = {"grouped_gemm": {"torch": 2.0, "by_expert": 1.0, "quack_128x192": 1.0}}
-    monkeypatch.setattr(kernel_tuning, "_measure", lambda *_, **__: times_s)
+@pytest.mark.parametrize(
+    "plan",
+    [
+        PLAN.replace(cuda_graph=("full_iteration",)),
+        tiny_plan(GQA_MODEL, 2, ep=2, precision="bf16", ep_overlap=True),
+    ],
+)
+def test_what_waits_for_the_device_is_not_chosen_where_nothing_may(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    by_expert_s = 2 * LEAST_PRODUCT_S * expert_shapes(PLAN, build_mesh(PLAN.folding, 0))[0][0]
+    times_s = {"grouped_gemm": {"torch": 2 * by_expert_s, "by_expert": by_expert_s}}
+    monkeypatch.setattr(kernel_tuning, "measure_experts", lambda *_, **__: times_s)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
-    plan = PLAN.replace(cuda_graph=("full_iteration",))
     assert set(tune(plan, build_mesh(plan.folding, 0), torch.device("cuda", 0)).values()) == {"torch"}
 
 
@@ -86,7 +85,7 @@ def test_one_launch_an_expert_needs_long_products(frac: float, chosen: str, monk
     first = expert_shapes(PLAN, build_mesh(PLAN.folding, 0))[0]
     by_expert_s = frac * LEAST_PRODUCT_S * first[0]
     times_s = {"grouped_gemm": {"torch": 2 * by_expert_s, "by_expert": by_expert_s}}
-    monkeypatch.setattr(kernel_tuning, "_measure", lambda *_, **__: times_s)
+    monkeypatch.setattr(kernel_tuning, "measure_experts", lambda *_, **__: times_s)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
     found = tune(PLAN, build_mesh(PLAN.folding, 0), torch.device("cuda", 0))
     assert found["grouped_gemm " + "x".join(map(str, first))] == chosen
@@ -95,7 +94,7 @@ def test_one_launch_an_expert_needs_long_products(frac: float, chosen: str, monk
 @pytest.mark.parametrize("content", ["{", "[]"])
 def test_a_broken_cache_is_made_anew(content: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cache_path().write_text(content)
-    monkeypatch.setattr(kernel_tuning, "_measure", lambda *_, **__: {"grouped_gemm": {"torch": 1.0}})
+    monkeypatch.setattr(kernel_tuning, "measure_experts", lambda *_, **__: {"grouped_gemm": {"torch": 1.0}})
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
     tune(PLAN, build_mesh(PLAN.folding, 0), torch.device("cuda", 0))
     assert set(choices().values()) == {"torch"}
@@ -104,7 +103,9 @@ def test_a_broken_cache_is_made_anew(content: str, monkeypatch: pytest.MonkeyPat
 
 def test_a_deterministic_run_keeps_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was fastest when one run measured need not be so when the next does."""
-    monkeypatch.setattr(kernel_tuning, "_measure", lambda *_, **__: {"grouped_gemm": {"torch": 2.0, "by_expert": 1.0}})
+    monkeypatch.setattr(
+        kernel_tuning, "measure_experts", lambda *_, **__: {"grouped_gemm": {"torch": 2.0, "by_expert": 1.0}}
+    )
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
     assert tune(PLAN, build_mesh(PLAN.folding, 0), torch.device("cuda", 0), deterministic=True) == {}
     assert choices() == {}
@@ -113,7 +114,7 @@ def test_a_deterministic_run_keeps_the_defaults(monkeypatch: pytest.MonkeyPatch)
 def test_a_folder_that_cannot_be_written_ends_no_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "file"))
-    monkeypatch.setattr(kernel_tuning, "_measure", lambda *_, **__: {"grouped_gemm": {"torch": 1.0}})
+    monkeypatch.setattr(kernel_tuning, "measure_experts", lambda *_, **__: {"grouped_gemm": {"torch": 1.0}})
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
     assert set(tune(PLAN, build_mesh(PLAN.folding, 0), torch.device("cuda", 0)).values()) == {"torch"}
 
@@ -124,7 +125,7 @@ def test_names_that_another_version_left_are_passed_over(monkeypatch: pytest.Mon
         "grouped_weight_grad": {"gone": 1.0},
         "gone": {"torch": 1.0},
     }
-    monkeypatch.setattr(kernel_tuning, "_measure", lambda *_, **__: times_s)
+    monkeypatch.setattr(kernel_tuning, "measure_experts", lambda *_, **__: times_s)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
     found = tune(PLAN, build_mesh(PLAN.folding, 0), torch.device("cuda", 0))
     assert [(name.split()[0], backend) for name, backend in found.items()] == [("grouped_gemm", "torch")] * 2
@@ -133,11 +134,11 @@ def test_names_that_another_version_left_are_passed_over(monkeypatch: pytest.Mon
 def test_a_pair_of_gradients_is_timed_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, bool] = {}
 
-    def measure(shape: tuple[int, ...], *_: object, is_paired: bool) -> dict[str, dict[str, float]]:
+    def measure(shape: tuple[int, ...], *_: object, is_paired: bool, with_quack: bool) -> dict[str, dict[str, float]]:
         asked["x".join(map(str, shape))] = is_paired
         return {"grouped_weight_grad": {"triton": 1.0}}
 
-    monkeypatch.setattr(kernel_tuning, "_measure", measure)
+    monkeypatch.setattr(kernel_tuning, "measure_experts", measure)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
     mesh, device = build_mesh(PLAN.folding, 0), torch.device("cuda", 0)
     first, second = ("x".join(map(str, shape)) for shape in expert_shapes(PLAN, mesh))
@@ -148,32 +149,41 @@ def test_a_pair_of_gradients_is_timed_as_one(monkeypatch: pytest.MonkeyPatch) ->
     assert asked == {second: False}
 
 
-def _choices_of(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """What is chosen where quack was timed fastest for everything."""
-    times_s = {name: {"torch": 2.0, "quack_128x192": 1.0} for name in ("grouped_gemm", "grouped_weight_grad")}
-    monkeypatch.setattr(kernel_tuning, "_measure", lambda *_, **__: times_s)
+def test_a_plan_that_may_not_take_quack_does_not_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its comparison is one of its own, which leaves the other to a plan that may."""
+    asked: list[bool] = []
+
+    def measure(*_: object, is_paired: bool, with_quack: bool) -> dict[str, dict[str, float]]:
+        asked.append(with_quack)
+        return {"grouped_gemm": {"torch": 2.0} | ({"quack_128x192": 1.0} if with_quack else {})}
+
+    monkeypatch.setattr(grouped_gemm_quack, "installed_version", lambda: "0.6.5")
+    monkeypatch.setattr(kernel_tuning, "measure_experts", measure)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
-    forget()
-    found = tune(plan, build_mesh(plan.folding, 0), torch.device("cuda", 0))
-    return {f"{name.split()[0]} by {backend}" for name, backend in found.items()}
-
-
-def test_rows_that_differ_from_call_to_call_are_not_for_quack(monkeypatch: pytest.MonkeyPatch) -> None:
-    by_quack = {"grouped_gemm by quack_128x192", "grouped_weight_grad by quack_128x192"}
-    assert _choices_of(PLAN, monkeypatch) == by_quack
-    split = tiny_plan(GQA_MODEL, 2, ep=2, precision="bf16")
-    assert _choices_of(split, monkeypatch) == {"grouped_gemm by torch", "grouped_weight_grad by torch"}
+    mesh, device = build_mesh(PLAN.folding, 0), torch.device("cuda", 0)
+    graphed = PLAN.replace(cuda_graph=("full_iteration",))
+    for plan, chosen in ((graphed, "torch"), (PLAN, "quack_128x192"), (graphed, "torch")):
+        forget()
+        assert set(tune(plan, mesh, device).values()) == {chosen}
+    assert asked == [False, False, True, True]
 
 
 def test_an_addition_to_bf16_has_no_choice_timed_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _choices_of(PLAN.replace(grad_dtype="bf16"), monkeypatch) == {"grouped_gemm by quack_128x192"}
+    times_s = {name: {"torch": 2.0, "quack_128x192": 1.0} for name in ("grouped_gemm", "grouped_weight_grad")}
+    monkeypatch.setattr(kernel_tuning, "measure_experts", lambda *_, **__: times_s)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
+    plan = PLAN.replace(grad_dtype="bf16")
+    found = tune(plan, build_mesh(plan.folding, 0), torch.device("cuda", 0))
+    assert {name.split()[0] for name in found} == {"grouped_gemm"}
 
 
 def test_what_failed_once_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = [{"torch": 2.0, "by_expert": math.inf}, {"torch": 2.0, "by_expert": 1.0}]
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
     for times_s, chosen in zip(seconds, ("torch", "by_expert"), strict=True):
-        monkeypatch.setattr(kernel_tuning, "_measure", lambda *_, times_s=times_s, **__: {"grouped_gemm": times_s})
+        monkeypatch.setattr(
+            kernel_tuning, "measure_experts", lambda *_, times_s=times_s, **__: {"grouped_gemm": times_s}
+        )
         forget()
         assert set(tune(PLAN, build_mesh(PLAN.folding, 0), torch.device("cuda", 0)).values()) == {chosen}
     assert len(json.loads(cache_path().read_text())) == 2

@@ -3,9 +3,10 @@
 from collections.abc import Iterable
 
 import pytest
+import torch
 
 from moeplan.executor import microbench_cuda_experts
-from moeplan.executor.kernel_tuning import LEAST_PRODUCT_S
+from moeplan.executor.expert_tuning import LEAST_PRODUCT_S
 from moeplan.executor.microbench_cuda_experts import EXPERT_ROWS
 
 NUM_PRODUCTS = 16
@@ -34,13 +35,6 @@ def test_the_only_back_end_is_taken_whatever_it_leaves(monkeypatch: pytest.Monke
     assert found == {"by_expert": [1e-6]}
 
 
-class FakeProduct:
-    """An expert product of 1 FLOP a row."""
-
-    def __init__(self, _E: int, rows: int, _width_in: int, _width_out: int) -> None:
-        self.flops = rows
-
-
 def test_each_packages_fastest_of_the_first_rows_competes_at_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two micro-batches have twice the work."""
     seconds = {"quack_128x192": 1.0, "quack_128x128": 2.0, "triton": 3.0, "triton_rows32": 2.5, "torch": 4.0}
@@ -51,16 +45,17 @@ def test_each_packages_fastest_of_the_first_rows_competes_at_the_others(monkeypa
         return {name: [seconds[name]] * 2 for name in calls}
 
     passes = ("fwd", "wgrad_of_two")
-    monkeypatch.setattr(microbench_cuda_experts, "_Product", FakeProduct)
+    monkeypatch.setattr(microbench_cuda_experts, "ExpertProduct", lambda *_, **__: None)
     monkeypatch.setattr(microbench_cuda_experts, "windows_under_load", windows)
     monkeypatch.setattr(
         microbench_cuda_experts, "_passes", lambda _: {phase: dict.fromkeys(seconds, print) for phase in passes}
     )
-    readings = list(microbench_cuda_experts._of_shape((8, 64, 32), 0.0))
+    readings = list(microbench_cuda_experts._of_shape((8, 64, 32), torch.device("cpu"), 0.0))
+    weights = 8 * 64 * 3 * 32
     kept = {"quack_128x192", "triton_rows32", "torch"}
     assert compared == [set(seconds)] * len(passes) + [kept] * len(passes) * (len(EXPERT_ROWS) - 1)
     assert [(reading.name, reading.size, reading.values) for reading in readings] == [
-        (f"grouped_gemm.{phase}.8", rows, (2.0 * rows * number,) * 2)
+        (f"grouped_gemm.{phase}.8", rows, (2 * rows * number * weights,) * 2)
         for rows in EXPERT_ROWS
         for phase, number in zip(passes, (1, 2), strict=True)
     ]
