@@ -33,18 +33,17 @@ def attention_key(plan: Plan, shape: tuple[int, ...]) -> str | None:
     """What names a comparison; None where there is nothing to compare.
 
     Sequences are whole and one document each, as they are timed, and some layer sees all of its past without sinks.
-    FlashAttention takes 16-bit heads of one width.
+    FlashAttention takes 16-bit heads of one width, and nobody has captured it in a graph here yet.
     """
     model, version = plan.model, flash_attention.installed_version()
     is_whole = plan.folding.cp == 1 and not plan.dynamic_cp and len(plan.documents) == 1
-    is_eager = not plan.cuda_graph  # nobody has captured FlashAttention here yet
     is_plain = True
     if isinstance(attention := model.attention, GqaAttention):
         is_short = attention.sliding_window is not None and attention.sliding_window < plan.seq_len
         is_masked = is_short and all(model.is_windowed(layer) for layer in range(model.num_layers))
         is_plain = not (is_masked or attention.sinks)
     is_taken = plan_dtypes(plan).param == torch.bfloat16 and shape[2] == shape[3]
-    if version is None or not (is_whole and is_eager and is_plain and is_taken):
+    if version is None or plan.cuda_graph or not (is_whole and is_plain and is_taken):
         return None
     heads = "x".join(map(str, shape))
     return f"flash_attn {with_compiler(version)}, attention {heads}, {plan.mbs} x {plan.seq_len}, bf16, under load"

@@ -3,7 +3,6 @@
 Shapes: E experts of this rank, R rows, H input width, F output width.
 """
 
-from collections.abc import Mapping
 from functools import partial
 
 import torch
@@ -40,24 +39,24 @@ def may_take_quack(plan: Plan) -> bool:
     return plan.folding.ep == 1 and not plan.dynamic_cp and not plan.cuda_graph
 
 
-def experts_key(shape: Shape, num_rows: int, *, is_paired: bool, with_quack: bool) -> str:
-    """What names a comparison."""
+def experts_key(shape: Shape, num_rows: int, num_added: int, *, with_quack: bool) -> str:
+    """What names a comparison, where an addition has the weight gradients of ``num_added`` micro-batches: 1 or 2."""
     version = grouped_gemm_quack.installed_version() if with_quack else None
     quack = f"quack {with_compiler(version)}, " if version else ""
-    what = f"{'x'.join(map(str, shape))}, {num_rows} rows, bf16 into fp32{' of two micro-batches' if is_paired else ''}"
-    return f"{quack}{what}, each product in rounds under load"
+    what = f"{'x'.join(map(str, shape))}, {num_rows} rows, bf16 into fp32"
+    added = " of two micro-batches" if num_added == 2 else ""
+    return f"{quack}{what}{added}, each product in rounds under load"
 
 
 def measure_experts(
-    shape: Shape, num_rows: int, device: torch.device, *, is_paired: bool, with_quack: bool
+    shape: Shape, num_rows: int, device: torch.device, num_added: int, *, with_quack: bool
 ) -> dict[str, dict[str, float]]:
-    """Seconds of each candidate: a forward product, an input's gradient, additions of one or two weight gradients."""
-    num_micro_batches = 2 if is_paired else 1
-    product = ExpertProduct(shape, num_rows, device, num_micro_batches, with_quack=with_quack)
+    """Seconds of each candidate: a forward product, an input's gradient, one addition of weight gradients."""
+    product = ExpertProduct(shape, num_rows, device, num_added, with_quack=with_quack)
     return {
         grouped_gemm.OPERATION: compare(product.forward()),
         grouped_gemm.INPUT_GRAD: compare(product.input_gradient()),
-        grouped_weight_grad.OPERATION: compare(product.additions(num_micro_batches)),
+        grouped_weight_grad.OPERATION: compare(product.additions(num_added)),
     }
 
 
@@ -123,6 +122,6 @@ def drawn_offsets(E: int, num_rows: int, device: torch.device) -> Tensor:
     return num_rows_E.cumsum(0).to(torch.int32).to(device)
 
 
-def is_launch_bound(times_s: Mapping[str, float], num_products: int) -> bool:
+def is_launch_bound(by_expert_s: float, num_products: int) -> bool:
     """Whether one launch for each of so many products leaves the host too little time, given seconds of all."""
-    return times_s.get("by_expert", 0.0) < LEAST_PRODUCT_S * num_products
+    return by_expert_s < LEAST_PRODUCT_S * num_products

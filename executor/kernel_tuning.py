@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -42,7 +43,19 @@ _BACK_ENDS: Mapping[str, Collection[str]] = {
     flash_attention.OPERATION: attention_tuning.BACK_ENDS,
 }
 _Times = dict[str, dict[str, float]]  # seconds by operation and back end
-_Comparison = tuple[Shape, str, Callable[[], _Times]]  # of weights or heads, its key, and how it is measured
+
+
+@dataclass(frozen=True, slots=True)
+class _Comparison:
+    """Of the heads or a weight of ``shape``: what it is remembered by, how it is measured.
+
+    ``num_added``: micro-batches whose weight gradients one addition has.
+    """
+
+    shape: Shape
+    key: str
+    measure: Callable[[], _Times]
+    num_added: int = 1
 
 
 def cache_path() -> Path:
@@ -70,19 +83,20 @@ def tune(
         return {}
     path = cache_path()
     known = _read(path)
-    for shape, key, measure in _comparisons(plan, mesh, device):
-        if key not in known:
-            report(f"timing kernels for {key} (kept in {path})")
-            known[key] = measure()
+    for one in _comparisons(plan, mesh, device):
+        if one.key not in known:
+            report(f"timing kernels for {one.key} (kept in {path})")
+            known[one.key] = one.measure()
             _keep(path, known)
-        for operation, times_s in known[key].items():
-            if operation == grouped_weight_grad.OPERATION and plan.grad_dtype != "fp32":
+        for operation, times_s in known[one.key].items():
+            is_addition = operation == grouped_weight_grad.OPERATION
+            if is_addition and plan.grad_dtype != "fp32":
                 continue  # timed as additions to fp32
-            barred = _barred(plan, times_s, shape[0])
+            barred = _barred(plan, times_s, one.shape[0] * (one.num_added if is_addition else 1))
             runs = [name for name, time_s in times_s.items() if math.isfinite(time_s)]
             allowed = [name for name in runs if name in _BACK_ENDS.get(operation, ()) and name not in barred]
             if allowed:  # another version may have left other names
-                choose(operation, shape, min(allowed, key=lambda name: times_s[name]))
+                choose(operation, one.shape, min(allowed, key=lambda name: times_s[name]))
     torch.cuda.empty_cache()
     return choices()
 
@@ -102,26 +116,25 @@ def _comparisons(plan: Plan, mesh: Mesh, device: torch.device) -> Iterator[_Comp
     where = f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
     heads = attention_shape(plan, mesh)
     if what := attention_key(plan, heads):
-        yield heads, f"{where}, {what}", lambda: {flash_attention.OPERATION: measure_attention(plan, heads, device)}
+        yield _Comparison(
+            heads, f"{where}, {what}", lambda: {flash_attention.OPERATION: measure_attention(plan, heads, device)}
+        )
     moe = plan.model.moe
     if plan.precision != "bf16" or moe is None:
         return
     num_rows = plan.tokens_per_rank * moe.top_k * mesh.etp.size  # on average, whatever ep is
     with_quack = may_take_quack(plan)
     for shape, matrix in zip(expert_shapes(plan, mesh), get_args(ExpertMatrix), strict=True):
-        is_paired = matrix in plan.paired_wgrad
-        key = f"{where}, {experts_key(shape, num_rows, is_paired=is_paired, with_quack=with_quack)}"
-        yield (
-            shape,
-            key,
-            partial(measure_experts, shape, num_rows, device, is_paired=is_paired, with_quack=with_quack),
-        )
+        num_added = 2 if matrix in plan.paired_wgrad else 1
+        key = experts_key(shape, num_rows, num_added, with_quack=with_quack)
+        measure = partial(measure_experts, shape, num_rows, device, num_added, with_quack=with_quack)
+        yield _Comparison(shape, f"{where}, {key}", measure, num_added)
 
 
-def _barred(plan: Plan, times_s: Mapping[str, float], num_experts: int) -> set[str]:
+def _barred(plan: Plan, times_s: Mapping[str, float], num_products: int) -> set[str]:
     """Back ends that a plan cannot take, however fast."""
     # "by_expert" asks the device where experts begin: a graph cannot, and overlapped work would wait with it.
-    waits = plan.cuda_graph or plan.ep_overlap or is_launch_bound(times_s, num_experts)
+    waits = plan.cuda_graph or plan.ep_overlap or is_launch_bound(times_s.get("by_expert", 0.0), num_products)
     return {"by_expert"} if waits else set()
 
 

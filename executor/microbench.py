@@ -38,8 +38,8 @@ def calibrate(
     GPU with what was measured under load in place of its figures. Tables hold medians over windows and processes;
     ``progress`` hears what is measured next. ``device`` auto: CUDA where there is a GPU. InvalidInputError for an
     unknown device, a GPU without a preset or a number of processes out of range; RunFailedError where a process fails.
-    Takes about 35 s with 4 processes on 2 cores, some four minutes on a GPU, seven where quack is
-    installed; ``quick=False`` takes longer windows.
+    Takes about 35 s with 4 processes on 2 cores, an estimated four minutes on a GPU, seven where
+    quack is installed; ``quick=False`` takes longer windows, but for experts.
     """
     if device not in DEVICES:
         raise InvalidInputError(f"calibrate: device: got {device!r}, allowed: {', '.join(DEVICES)}", "leave it out")

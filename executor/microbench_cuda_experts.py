@@ -1,8 +1,8 @@
 """Rates of the experts' matrix products on one GPU: readings ``grouped_gemm.PHASE.NUM_EXPERTS`` of ``calibrate``.
 
 Each pass by the fastest of the back ends that a run chooses from (:mod:`moeplan.executor.expert_tuning`), compared as
-before a run, rows drawn as there. Weight gradients are added to fp32 main gradients, of one micro-batch and of two at
-once, as a run does.
+before a run, rows drawn as there; but one for both matrices, which a run chooses apart. Weight gradients are added to
+fp32 main gradients, of one micro-batch and of two at once, as a run does.
 
 Shapes: E experts.
 """
@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 
-from moeplan.executor.candidate_timing import Candidates, runnable, windows_under_load
+from moeplan.executor.candidate_timing import Candidates, cuda_timed, runnable, windows_under_load
 from moeplan.executor.expert_tuning import ExpertProduct, is_launch_bound
 from moeplan.executor.microbench_cuda_window import CudaWindow
 from moeplan.executor.microbench_window import Reading
@@ -24,6 +24,7 @@ from moeplan.kernels.back_end_choice import Shape
 # Experts, hidden, width: as the models that people train with one GPU's share of experts.
 EXPERT_SHAPES = ((8, 4096, 14_336), (16, 7168, 2048), (64, 4096, 1536), (128, 2048, 768))
 EXPERT_ROWS = (1024, 64, 256, 4096)
+SLOW_HOST = "by_expert"
 
 
 def grouped_gemm(window: CudaWindow) -> list[Reading]:
@@ -32,7 +33,7 @@ def grouped_gemm(window: CudaWindow) -> list[Reading]:
 
 
 def _of_shape(shape: Shape, device: torch.device, warm_up_s: float) -> Iterator[Reading]:
-    """After the first rows only each package's fastest: all tiles of all of them would take 20 s for each rows."""
+    """After the first rows only each package's fastest: all tiles of all take 20 s for each number of rows."""
     E, hidden, ffn = shape
     kept: dict[GroupedGemmPhase, list[str]] = {}
     for rows in EXPERT_ROWS:
@@ -40,22 +41,33 @@ def _of_shape(shape: Shape, device: torch.device, warm_up_s: float) -> Iterator[
         products = [ExpertProduct(weight, E * rows, device, num_micro_batches=2) for weight in weights]
         flops = sum(2 * rows * math.prod(weight) for weight in weights)
         for phase, calls in _passes(products).items():
-            taking_part = {name: run for name, run in calls.items() if name in kept.get(phase, calls)}
-            fastest = _by_speed(taking_part, len(products) * E, warm_up_s)
+            num_micro_batches = 2 if phase == "wgrad_of_two" else 1
+            taking_part = {
+                name: run for name, run in calls.items() if name in kept.get(phase, calls) or name == SLOW_HOST
+            }
+            allowed = _with_time_for_host(taking_part, len(products) * E * num_micro_batches)
+            fastest = _by_speed(allowed, warm_up_s)
             kept.setdefault(phase, _fastest_of_each_package(fastest))
-            amount = 2 * flops if phase == "wgrad_of_two" else flops
-            rates = tuple(amount / time_s for time_s in next(iter(fastest.values())))
+            rates = tuple(num_micro_batches * flops / time_s for time_s in next(iter(fastest.values())))
             yield Reading(f"grouped_gemm.{phase}.{E}", rows, rates)
-        del products, calls, taking_part  # before the next are made
+        del products, calls, taking_part, allowed  # before the next are made
 
 
-def _by_speed(calls: Candidates, num_products: int, warm_up_s: float) -> dict[str, list[float]]:
-    """Seconds in each window of the back ends that a run may take, fastest first; what came before heated the GPU."""
+def _with_time_for_host(calls: Candidates, num_products: int) -> Candidates:
+    """Those that a run may take: not one launch an expert where that leaves the host no time, which rows decide."""
+    run = calls.get(SLOW_HOST)
+    if run is None:
+        return calls
+    run()
+    if not is_launch_bound(cuda_timed(run, 1), num_products):
+        return calls
+    return {name: call for name, call in calls.items() if name != SLOW_HOST}
+
+
+def _by_speed(calls: Candidates, warm_up_s: float) -> dict[str, list[float]]:
+    """Seconds in each window of those that run here, fastest first. What came before has heated the GPU."""
     windows_s = windows_under_load(runnable(calls), warm_up_s=warm_up_s)
-    times_s = {name: statistics.median(some) for name, some in windows_s.items()}
-    if len(times_s) > 1 and is_launch_bound(times_s, num_products):
-        times_s.pop("by_expert", None)
-    return {name: windows_s[name] for name in sorted(times_s, key=lambda name: times_s[name])}
+    return dict(sorted(windows_s.items(), key=lambda item: statistics.median(item[1])))
 
 
 def _fastest_of_each_package(names: Iterable[str]) -> list[str]:

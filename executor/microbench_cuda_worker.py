@@ -67,20 +67,25 @@ def main(folder: Path, rank: int, world_size: int, *, quick: bool) -> None:
             "memory_bytes": torch.cuda.mem_get_info(device)[1],
             "num_sms": torch.cuda.get_device_properties(device).multi_processor_count,
             "power": power.provenance(),
-            "packages": _packages(),
+            "packages": _packages(device),
         }
         (folder / "readings.json").write_text(json.dumps(answer), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _packages() -> str:
-    """Optional packages whose kernels took part, with versions."""
-    versions = {
-        grouped_gemm_quack.PACKAGE: grouped_gemm_quack.installed_version(),
-        flash_attention.PACKAGE: flash_attention.installed_version(),
-    }
-    return ", ".join(f"{package} {version}" for package, version in versions.items() if version)
+def _packages(device: torch.device) -> str:
+    """Optional packages whose kernels run here, with versions."""
+    x = torch.empty(8, 8, dtype=torch.bfloat16, device=device)
+    found = [
+        (grouped_gemm_quack.PACKAGE, grouped_gemm_quack.installed_version(), grouped_gemm_quack.takes(x, x[None])),
+        (
+            flash_attention.PACKAGE,
+            flash_attention.installed_version(),
+            flash_attention.takes(x[None, None], x[None, None]),
+        ),
+    ]
+    return ", ".join(f"{package} {version}" for package, version, runs in found if runs)
 
 
 if __name__ == "__main__":

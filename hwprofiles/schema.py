@@ -114,7 +114,7 @@ class GroupedGemmCurve(GemmCurve):
     experts of ``hidden_size`` x ``expert_ffn_size``; None where they mix shapes.
 
     ``phase`` None: of all three passes. ``wgrad`` and ``wgrad_of_two`` hold, beside the products, what adds them to
-    fp32 main gradients: for each micro-batch, and for two at once (rows are those of one, time is half of both).
+    fp32 main gradients: for each micro-batch, and for two at once (rows are those of one, FLOP count both).
     """
 
     backend: str

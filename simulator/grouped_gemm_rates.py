@@ -53,18 +53,20 @@ def added_weight_grad_seconds(
     """Seconds of one micro-batch's weight gradients, additions to fp32 main gradients included; None without a curve.
 
     ``sizes`` are the weight's two sides and the rows of an expert; ``paired_frac`` of the micro-batches are added two
-    at a time.
+    at a time, at the rate of ``wgrad_of_two`` of as many experts, or else as they are one by one.
     """
     curves = _curves(profile, dtype, backend, "wgrad")
     if not curves:
         return None
-    alone = _rate(profile, _nearest(curves, num_groups))
-    pairs = _curves(profile, dtype, backend, "wgrad_of_two")
-    in_pairs = _rate(profile, _nearest(pairs, num_groups)) if pairs else alone
+    alone = _nearest(curves, num_groups)
+    of_two = _curves(profile, dtype, backend, "wgrad_of_two")
+    # Of other experts than those of the other curve, it would tell more of the experts than of pairs.
+    in_pairs = next((one for one in of_two if one.num_experts == alone.num_experts), alone)
     height, width, rows = sizes
-    each_s = [one.curve.time_at(rows) / one.scale_frac for one in (alone, in_pairs)]
+    rates = [_rate(profile, curve) for curve in (alone, in_pairs)]
+    each_s = [rate.curve.time_at(rows) / rate.scale_frac for rate in rates]
     mean_s = (1 - paired_frac) * each_s[0] + paired_frac * each_s[1]
-    return num_groups * 2 * height * width * mean_s, alone
+    return num_groups * 2 * height * width * mean_s, rates[0]
 
 
 def _curves(

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from moeplan.executor import expert_tuning
+from moeplan.executor.candidate_timing import Candidates
 from moeplan.executor.expert_tuning import (
     LARGE_EXPERT_ROWS,
     ExpertProduct,
@@ -40,14 +41,14 @@ def test_rows_that_differ_from_call_to_call_and_graphs_are_not_for_quack() -> No
 def test_comparisons_of_other_candidates_have_other_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grouped_gemm_quack, "installed_version", lambda: "0.6.5")
     keys = {
-        experts_key(SHAPE, num_rows, is_paired=is_paired, with_quack=with_quack)
+        experts_key(SHAPE, num_rows, num_added, with_quack=with_quack)
         for num_rows in (64, 128)
-        for is_paired in (False, True)
+        for num_added in (1, 2)
         for with_quack in (False, True)
     }
     assert len(keys) == 8
     monkeypatch.setattr(grouped_gemm_quack, "installed_version", lambda: None)
-    assert experts_key(SHAPE, 64, is_paired=False, with_quack=True) in keys  # that of plans which may not take it
+    assert experts_key(SHAPE, 64, 1, with_quack=True) in keys  # that of plans which may not take it
 
 
 @pytest.mark.parametrize(
@@ -91,7 +92,32 @@ def test_each_pass_is_what_a_step_runs() -> None:
         start = end
 
 
-def test_every_pass_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("num_added", [1, 2])
+def test_every_pass_is_compared(num_added: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Called once, the additions have the products of as many micro-batches."""
+    totals: list[torch.Tensor] = []
+
+    class Spied(ExpertProduct):
+        def additions(self, num_micro_batches: int) -> Candidates:
+            calls = super().additions(num_micro_batches)
+            calls["torch"]()
+            first, last = self.parts[0], self.parts[-1]
+            of_all = sum(float(part.x_TH.float().sum(1) @ part.grad_TF.float().sum(1)) for part in self.parts)
+            assert (first is last) == (num_added == 1)
+            totals.append(self.main.total.sum() - of_all)
+            return calls
+
+    monkeypatch.setattr(expert_tuning, "ExpertProduct", Spied)
     monkeypatch.setattr(expert_tuning, "compare", lambda candidates: dict.fromkeys(candidates, 1.0))
-    found = measure_experts(SHAPE, 64, CPU, is_paired=True, with_quack=True)
+    found = measure_experts(SHAPE, 64, CPU, num_added, with_quack=True)
     assert found == {name: {"torch": 1.0} for name in ("grouped_gemm", "grouped_input_grad", "grouped_weight_grad")}
+    torch.testing.assert_close(totals[0], torch.zeros(()), atol=0.5, rtol=0)
+
+
+def test_plans_that_may_not_take_quack_have_it_in_no_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grouped_gemm_quack, "takes", lambda *_: True)
+    monkeypatch.setattr(expert_tuning, "compare", lambda candidates: dict.fromkeys(candidates, 1.0))
+    for with_quack in (False, True):
+        names = {"torch", *(grouped_gemm_quack.TILES if with_quack else ())}
+        found = measure_experts(SHAPE, 64, CPU, 1, with_quack=with_quack)
+        assert all(set(times_s) == names for times_s in found.values())

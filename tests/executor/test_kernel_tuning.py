@@ -37,7 +37,7 @@ def test_a_cpu_keeps_the_defaults() -> None:
 def test_the_fastest_is_chosen_and_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[tuple[int, ...]] = []
 
-    def measure(shape: tuple[int, ...], num_rows: int, device: torch.device, **_: bool) -> dict[str, dict[str, float]]:
+    def measure(shape: tuple[int, ...], *_: object, **__: object) -> dict[str, dict[str, float]]:
         measured.append(shape)
         return {
             "grouped_gemm": {"torch": 2.0, "by_expert": 1.0},
@@ -91,6 +91,20 @@ def test_one_launch_an_expert_needs_long_products(frac: float, chosen: str, monk
     assert found["grouped_gemm " + "x".join(map(str, first))] == chosen
 
 
+@pytest.mark.parametrize("frac, chosen", [(0.9, "torch"), (1.1, "by_expert")])
+def test_two_micro_batches_are_twice_the_launches(frac: float, chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh = build_mesh(PLAN.folding, 0)
+    by_expert_s = frac * 2 * LEAST_PRODUCT_S * expert_shapes(PLAN, mesh)[0][0]
+    times_s = {"torch": 2 * by_expert_s, "by_expert": by_expert_s}
+    monkeypatch.setattr(
+        kernel_tuning, "measure_experts", lambda *_, **__: {"grouped_gemm": times_s, "grouped_weight_grad": times_s}
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
+    found = tune(PLAN.replace(paired_wgrad=("expert_fc1", "expert_fc2")), mesh, torch.device("cuda", 0))
+    assert {backend for name, backend in found.items() if name.startswith("grouped_weight_grad")} == {chosen}
+    assert {backend for name, backend in found.items() if name.startswith("grouped_gemm")} == {"by_expert"}
+
+
 @pytest.mark.parametrize("content", ["{", "[]"])
 def test_a_broken_cache_is_made_anew(content: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cache_path().write_text(content)
@@ -132,10 +146,12 @@ def test_names_that_another_version_left_are_passed_over(monkeypatch: pytest.Mon
 
 
 def test_a_pair_of_gradients_is_timed_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: dict[str, bool] = {}
+    asked: dict[str, int] = {}
 
-    def measure(shape: tuple[int, ...], *_: object, is_paired: bool, with_quack: bool) -> dict[str, dict[str, float]]:
-        asked["x".join(map(str, shape))] = is_paired
+    def measure(
+        shape: tuple[int, ...], _rows: int, _device: object, num_added: int, **_: bool
+    ) -> dict[str, dict[str, float]]:
+        asked["x".join(map(str, shape))] = num_added
         return {"grouped_weight_grad": {"triton": 1.0}}
 
     monkeypatch.setattr(kernel_tuning, "measure_experts", measure)
@@ -143,17 +159,17 @@ def test_a_pair_of_gradients_is_timed_as_one(monkeypatch: pytest.MonkeyPatch) ->
     mesh, device = build_mesh(PLAN.folding, 0), torch.device("cuda", 0)
     first, second = ("x".join(map(str, shape)) for shape in expert_shapes(PLAN, mesh))
     tune(PLAN.replace(paired_wgrad=("expert_fc2",)), mesh, device)
-    assert asked == {first: False, second: True}
+    assert asked == {first: 1, second: 2}
     asked.clear()
     tune(PLAN, mesh, device)
-    assert asked == {second: False}
+    assert asked == {second: 1}
 
 
 def test_a_plan_that_may_not_take_quack_does_not_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its comparison is one of its own, which leaves the other to a plan that may."""
     asked: list[bool] = []
 
-    def measure(*_: object, is_paired: bool, with_quack: bool) -> dict[str, dict[str, float]]:
+    def measure(*_: object, with_quack: bool) -> dict[str, dict[str, float]]:
         asked.append(with_quack)
         return {"grouped_gemm": {"torch": 2.0} | ({"quack_128x192": 1.0} if with_quack else {})}
 

@@ -12,7 +12,7 @@ from moeplan.simulator.memory import memory_items
 from moeplan.simulator.op import Op
 from moeplan.simulator.op_shapes import OpShape, Part
 from moeplan.simulator.predict import predict
-from moeplan.simulator.stack import load_stack
+from moeplan.simulator.stack import SoftwareStack, load_stack
 
 H200, NATIVE = load_profile("h200"), load_stack("native")
 BOTH = ("expert_fc1", "expert_fc2")
@@ -24,9 +24,9 @@ def plan_of(**fields: object) -> Plan:
     return Plan.model_validate({"model": load_model("h200-fine"), **settings, **fields})
 
 
-def weight_gradients(plan: Plan) -> dict[str, Op]:
-    shape = OpShape.of(plan.point, NATIVE, H200)
-    ops = backward_ops(forward_ops(plan.model, Part(MOE_LAYER), shape, NATIVE), shape, NATIVE.time)
+def weight_gradients(plan: Plan, stack: SoftwareStack = NATIVE) -> dict[str, Op]:
+    shape = OpShape.of(plan.point, stack, H200)
+    ops = backward_ops(forward_ops(plan.model, Part(MOE_LAYER), shape, stack), shape, stack.time)
     return {op.name: op for op in ops if op.phase == "wgrad"}
 
 
@@ -55,6 +55,12 @@ def test_an_odd_micro_batch_is_added_alone(global_batch_size: int, paired_frac: 
 def test_gradients_in_bf16_are_no_additions_to_fp32(grad_dtype: str, adds_fp32: bool) -> None:
     found = weight_gradients(plan_of(grad_dtype=grad_dtype))
     assert {op.adds_fp32 for op in found.values()} == {adds_fp32}
+
+
+def test_a_stack_whose_gemms_only_write_adds_nothing_in_them() -> None:
+    time = NATIVE.time.model_copy(update={"fused_grad_accumulation": False})
+    found = weight_gradients(plan_of(), NATIVE.model_copy(update={"time": time}))
+    assert not any(op.adds_fp32 for op in found.values())
 
 
 def test_the_step_is_shorter_by_the_additions_saved() -> None:
