@@ -1,15 +1,16 @@
-"""Rates of the experts' matrix products on one GPU: readings ``grouped_gemm.PHASE.NUM_EXPERTS`` of ``calibrate``.
+"""Rates of the experts' matrix products on one GPU: readings ``grouped_gemm.BACKEND.PHASE.NUM_EXPERTS``.
 
-Each pass by the fastest of the back ends that a run chooses from (:mod:`moeplan.executor.expert_tuning`), compared as
-before a run, rows drawn as there; but one for both matrices, which a run chooses apart. Weight gradients are added to
-fp32 main gradients, of one micro-batch and of two at once, as a run does.
+Of BACKENDS ``quack`` is what plans run that may take quack, ``torch`` what others do. Each pass by the fastest kernels
+that a run chooses from (:mod:`moeplan.executor.expert_tuning`), compared as before a run, rows drawn as there; but the
+same for both matrices, which a run chooses apart. Weight gradients are added to fp32 main gradients, of one micro-batch
+and of two at once, as a run does.
 
 Shapes: E experts.
 """
 
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -25,6 +26,7 @@ from moeplan.kernels.back_end_choice import Shape
 EXPERT_SHAPES = ((8, 4096, 14_336), (16, 7168, 2048), (64, 4096, 1536), (128, 2048, 768))
 EXPERT_ROWS = (1024, 64, 256, 4096)
 SLOW_HOST = "by_expert"
+BACKENDS = TORCH, QUACK = "torch", "quack"
 
 
 def grouped_gemm(window: CudaWindow) -> list[Reading]:
@@ -48,8 +50,9 @@ def _of_shape(shape: Shape, device: torch.device, warm_up_s: float) -> Iterator[
             allowed = _with_time_for_host(taking_part, len(products) * E * num_micro_batches)
             fastest = _by_speed(allowed, warm_up_s)
             kept.setdefault(phase, _fastest_of_each_package(fastest))
-            rates = tuple(num_micro_batches * flops / time_s for time_s in next(iter(fastest.values())))
-            yield Reading(f"grouped_gemm.{phase}.{E}", rows, rates)
+            for backend, times_s in _by_plan(fastest).items():
+                rates = tuple(num_micro_batches * flops / time_s for time_s in times_s)
+                yield Reading(f"grouped_gemm.{backend}.{phase}.{E}", rows, rates)
         del products, calls, taking_part, allowed  # before the next are made
 
 
@@ -68,6 +71,15 @@ def _by_speed(calls: Candidates, warm_up_s: float) -> dict[str, list[float]]:
     """Seconds in each window of those that run here, fastest first. What came before has heated the GPU."""
     windows_s = windows_under_load(runnable(calls), warm_up_s=warm_up_s)
     return dict(sorted(windows_s.items(), key=lambda item: statistics.median(item[1])))
+
+
+def _by_plan(by_speed: Mapping[str, list[float]]) -> dict[str, list[float]]:
+    """Windows of the fastest for plans that may take quack, where it is here, and of the fastest without it."""
+    without = [name for name in by_speed if not name.startswith(QUACK)]
+    found = {TORCH: by_speed[without[0]]} if without else {}
+    if len(without) < len(by_speed):
+        found[QUACK] = next(iter(by_speed.values()))
+    return found
 
 
 def _fastest_of_each_package(names: Iterable[str]) -> list[str]:

@@ -8,6 +8,7 @@ import re
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
 from typing import Any, get_args
 
 import torch
@@ -15,7 +16,7 @@ import torch
 from moeplan.errors import InvalidInputError
 from moeplan.executor.measure import spread_frac
 from moeplan.executor.microbench_cuda import TYPICAL_INNER
-from moeplan.executor.microbench_cuda_experts import EXPERT_SHAPES
+from moeplan.executor.microbench_cuda_experts import BACKENDS, EXPERT_SHAPES
 from moeplan.executor.microbench_profile import Table, measured_curve, measured_gemm, rounded
 from moeplan.executor.microbench_window import Reading
 from moeplan.hwprofiles.load import load_profile, profile_names
@@ -85,7 +86,7 @@ class _Builder:
                 measured_gemm(self.tables, "bf16", TYPICAL_INNER, self.ref),
                 *(curve for curve in base.gemm if curve.dtype != "bf16"),
             ),
-            "grouped_gemm": (*self._grouped_gemms(), *(one for one in base.grouped_gemm if not _is_torch_bf16(one))),
+            "grouped_gemm": (*self._grouped_gemms(), *(one for one in base.grouped_gemm if not _is_ours(one))),
             "attention": self._merged_attention(base),
             "collectives": self._merged_collectives(base),
         }
@@ -128,17 +129,17 @@ class _Builder:
         return measured_curve(table, size_key, value_key, self.ref)
 
     def _grouped_gemms(self) -> Iterable[GroupedGemmCurve]:
-        """By pass, each of the fastest back end that a run may take: ``torch`` names what the native stack calls."""
-        for num_experts, hidden, ffn in EXPERT_SHAPES:
-            for phase in get_args(GroupedGemmPhase):
+        """By pass, of the fastest kernels that a plan may take: names are those of the native stack."""
+        for backend, phase, (num_experts, hidden, ffn) in product(BACKENDS, get_args(GroupedGemmPhase), EXPERT_SHAPES):
+            if table := self.tables.get(f"grouped_gemm.{backend}.{phase}.{num_experts}"):
                 yield GroupedGemmCurve(
                     dtype="bf16",
-                    backend="torch",
+                    backend=backend,
                     phase=phase,
                     num_experts=num_experts,
                     hidden_size=hidden,
                     expert_ffn_size=ffn,
-                    **self._curve(self.tables[f"grouped_gemm.{phase}.{num_experts}"], "rows", "flops_per_s"),
+                    **self._curve(table, "rows", "flops_per_s"),
                 )
 
     def _merged_attention(self, base: HardwareProfile) -> tuple[AttentionCurve, ...]:
@@ -168,5 +169,5 @@ class _Builder:
         return tuple(curves.values())
 
 
-def _is_torch_bf16(curve: GroupedGemmCurve) -> bool:
-    return curve.backend == "torch" and curve.dtype == "bf16"
+def _is_ours(curve: GroupedGemmCurve) -> bool:
+    return curve.backend in BACKENDS and curve.dtype == "bf16"

@@ -370,7 +370,7 @@ def _load(build: LayerBuilder) -> float:
 def _grouped_gemm(build: LayerBuilder, name: str, sizes: tuple[float, float, float], num_groups: int) -> Op:
     """One linear of the local experts, grouped or one after another: ``sizes`` are those of one expert."""
     rows, cols, inner = sizes
-    low, time = build.shape.format.quantized_bytes, build.stack.time
+    low, time, dtype = build.shape.format.quantized_bytes, build.stack.time, build.shape.format.gemm_dtype
     in_bytes = build.shape.element_bytes if low is None else low
     is_device_driven = build.shape.fused_grouped_mlp or build.shape.is_device_driven
     launches = (time.grouped_launches_per_expert if low is None else time.quantized_launches_per_expert).value
@@ -381,7 +381,7 @@ def _grouped_gemm(build: LayerBuilder, name: str, sizes: tuple[float, float, flo
         name=name,
         kind="grouped_gemm",
         family="expert_gemm",
-        dtype=build.shape.format.gemm_dtype,
+        dtype=dtype,
         rows=rows,
         cols=cols,
         inner=inner,
@@ -390,9 +390,9 @@ def _grouped_gemm(build: LayerBuilder, name: str, sizes: tuple[float, float, flo
         hbm_bytes=num_groups * moved,
         segment="expert",
         scope="moe",
-        backend=build.stack.grouped_gemm_backend,
+        backend=build.shape.bf16_experts_backend if dtype == "bf16" else build.stack.grouped_gemm_backend,
         rate_frac=(time.device_grouped_gemm_frac if is_device_driven else time.grouped_gemm_frac).value
-        * build.gemm_frac(build.shape.format.gemm_dtype),
+        * build.gemm_frac(dtype),
         num_kernels=1 + launches * num_groups,
         modules=frozenset(("moe",)),
     )

@@ -70,6 +70,7 @@ class OpShape:
     pairs_wait_as_tokens: bool
     routing: Routing
     copies_quantize: bool
+    bf16_experts_backend: str
     cuda_graph: tuple[CudaGraphScope, ...]
     fused_grouped_mlp: bool
     permute_fusion: bool
@@ -113,6 +114,7 @@ class OpShape:
             paired_adds_frac=point.paired_adds_frac if point.paired_wgrad else 1.0,
             routing=point.routing,
             copies_quantize=_copies_quantize(point, stack),
+            bf16_experts_backend=_bf16_experts_backend(point, stack, profile),
             cuda_graph=point.cuda_graph,
             fused_grouped_mlp=point.fused_grouped_mlp,
             permute_fusion=point.permute_fusion,
@@ -174,6 +176,15 @@ class OpShape:
         """Rows of one local expert under balance, T K EP ETP / E, padded to the precision's alignment."""
         rows = self.own_tokens * moe.top_k * self.ep * self.etp / moe.num_experts
         return ceil(rows / self.format.alignment) * self.format.alignment
+
+
+def _bf16_experts_backend(point: Point, stack: SoftwareStack, profile: HardwareProfile) -> str:
+    """Whose grouped GEMM curves are those of experts in bf16, be it those of a low-precision plan's first layers."""
+    whole = stack.whole_experts_backend
+    is_read = any((curve.backend, curve.dtype) == (whole, "bf16") for curve in profile.grouped_gemm)
+    if whole and is_read and point.precision == "bf16" and point.ep == 1 and not point.cuda_graph:
+        return whole
+    return stack.grouped_gemm_backend
 
 
 def _copies_quantize(point: Point, stack: SoftwareStack) -> bool:

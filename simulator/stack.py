@@ -92,6 +92,10 @@ class SoftwareStack(Record):
     max_cp: PositiveInt | None = None
     cp_comm: tuple[CpComm, ...] = Field(default=get_args(CpComm), description="kinds of context parallelism it runs")
     grouped_gemm_backend: str = Field(description="name of the grouped GEMM curves of a hardware profile to use")
+    whole_experts_backend: str | None = Field(
+        default=None,
+        description="the same of plans in bf16 with ep 1 and without graphs, where a profile has such curves",
+    )
 
     # What it keeps in memory
     saved_tensors: SavedTensorTable = Field(description="table of tensors kept for backward, in activations.py")

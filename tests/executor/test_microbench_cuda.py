@@ -33,7 +33,8 @@ def readings() -> list[Reading]:
         Reading("gemm_inner", 300, (350.0,)),
         Reading("peak.bf16", 8192, (8e14,)),
         *(
-            Reading(f"grouped_gemm.{phase}.{E}", rows, (rate,))
+            Reading(f"grouped_gemm.{backend}.{phase}.{E}", rows, (rate,))
+            for backend in ("torch", "quack")
             for E, *_ in EXPERT_SHAPES
             for phase, rate in RATES.items()
             for rows in (64, 4096)
@@ -61,9 +62,10 @@ def test_measured_figures_replace_those_of_the_preset_and_the_rest_stays(tmp_pat
     assert (curve.rows, curve.flops_per_s, curve.inner_overhead) == ((1024, 4096), (6.5e14, 7e14), 50)
     assert "quack-kernels 0.6.5, 690 W" in curve.ref
     assert profile.sustained_frac.value == 1
-    torch_curves = [curve for curve in profile.grouped_gemm if curve.backend == "torch" and curve.dtype == "bf16"]
     expected = {(shape[0], phase): (rate, rate) for shape in EXPERT_SHAPES for phase, rate in RATES.items()}
-    assert {(curve.num_experts, curve.phase): curve.flops_per_s for curve in torch_curves} == expected
+    for backend in ("torch", "quack"):
+        curves = [one for one in profile.grouped_gemm if (one.backend, one.dtype) == (backend, "bf16")]
+        assert {(curve.num_experts, curve.phase): curve.flops_per_s for curve in curves} == expected
     (latent,) = (one for one in profile.attention if (one.dtype, one.phase, one.qk_head_dim) == ("bf16", "fwd", 192))
     assert latent.flops_per_s == (5e14,)
     assert len(profile.attention) == len(base.attention)

@@ -48,10 +48,24 @@ def test_each_packages_fastest_of_the_first_rows_competes_at_the_others(
     assert compared == [set(seconds)] * len(PASSES) + [kept] * len(PASSES) * (len(EXPERT_ROWS) - 1)
     weights = E * HIDDEN * 3 * WIDTH
     assert [(reading.name, reading.size, reading.values) for reading in readings] == [
-        (f"grouped_gemm.{phase}.{E}", rows, (2 * rows * number * weights,) * 2)
+        (f"grouped_gemm.{backend}.{phase}.{E}", rows, (2 * rows * number * weights / seconds[name],) * 2)
         for rows in EXPERT_ROWS
         for phase, number in zip(PASSES, (1, 2), strict=True)
+        for backend, name in (("torch", "triton_rows32"), ("quack", "quack_128x192"))
     ]
+
+
+def test_a_machine_without_quack_has_no_readings_of_it(seconds: dict[str, float], compared: list[set[str]]) -> None:
+    for name in ("quack_128x192", "quack_128x128"):
+        del seconds[name]
+    readings = list(microbench_cuda_experts._of_shape(SHAPE, CPU, 0.0))
+    assert {reading.name.split(".")[1] for reading in readings} == {"torch"}
+
+
+def test_plans_with_quack_run_what_is_faster_than_it(seconds: dict[str, float], compared: list[set[str]]) -> None:
+    seconds["triton"] = 0.5
+    readings = {reading.name: reading.values for reading in microbench_cuda_experts._of_shape(SHAPE, CPU, 0.0)}
+    assert readings[f"grouped_gemm.quack.fwd.{E}"] == readings[f"grouped_gemm.torch.fwd.{E}"]
 
 
 @pytest.mark.parametrize("frac, takes_part", [(0.9, {"fwd"}), (1.1, {"fwd", "wgrad_of_two"}), (0.4, set())])

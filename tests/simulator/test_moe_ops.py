@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moeplan.hwprofiles.load import load_profile
+from moeplan.hwprofiles.schema import GroupedGemmCurve
 from moeplan.model_spec import MOE_LAYER, ModelSpec, Moe
 from moeplan.plan import Plan
 from moeplan.presets import load_model
@@ -208,3 +209,28 @@ def test_copies_exist_in_bf16_where_they_travel_or_get_a_bias(model: str, change
     plan = plan_of(load_model(model), **(fields | changes))
     assert _moved(plan, ("permute",))[0] > 0
     assert not _moved(plan, ("expert.copies",))[0]
+
+
+def of_quack(flops_per_s: float) -> GroupedGemmCurve:
+    return GroupedGemmCurve(
+        dtype="bf16", backend="quack", num_experts=128, rows=(1024,), flops_per_s=(flops_per_s,), source="measured",
+        ref="a test",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "changes, backend",
+    [
+        ({}, "quack"),
+        ({"cuda_graph": ("full_iteration",)}, "torch"),
+        ({"num_gpus": 2, "ep": 2}, "torch"),
+        ({"precision": "fp8_current", "bf16_first_layers": 1}, "torch"),
+    ],
+)
+def test_experts_take_the_curves_of_kernels_that_their_plan_may_run(changes: dict[str, Any], backend: str) -> None:
+    profile = PROFILE.model_copy(update={"grouped_gemm": (*PROFILE.grouped_gemm, of_quack(5e14))})
+    alone: dict[str, Any] = {"num_gpus": 1, "ep": 1, "precision": "bf16"}
+    plan = plan_of(**alone | changes)
+    ops = forward_ops(plan.model, Part(MOE_LAYER), OpShape.of(plan.point, STACK, profile), STACK)
+    assert {op.backend for op in ops if op.kind == "grouped_gemm"} == {backend}
+    assert {op.backend for op in moe_ops_of(plan) if op.kind == "grouped_gemm"} == {"torch"}
