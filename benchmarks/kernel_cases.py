@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as Fn
 
-from moeplan.executor.expert_tuning import product_candidates
-from moeplan.kernels import activation, adam, cross_entropy, grouped_gemm, grouped_weight_grad, permute, split_qkv
-from moeplan.kernels.main_grad import MainGrad
+from moeplan.executor.expert_tuning import ExpertProduct, together
+from moeplan.kernels import activation, adam, cross_entropy, permute, split_qkv
 from moeplan.kernels.norm import residual_rms_norm, rms_norm
 from moeplan.kernels.rotary import rotary_tables
 from moeplan.kernels.router import RouterOptions, Routing, route, route_reference
@@ -74,31 +73,17 @@ def _rows(plan: Plan, moe: Moe, device: torch.device) -> RowMap:
 
 def _expert_cases(plan: Plan, moe: Moe, device: torch.device) -> Iterator[Case]:
     """Both matrices of the experts: forward with input gradient, and weight gradients of one and two micro-batches."""
-    E, H, F = moe.num_experts, plan.model.expert_hidden_size, moe.expert_ffn_size
-    rows = _rows(plan, moe, device)
-    R = len(rows.slot_of_row_R)
+    E, H, F, R = moe.num_experts, plan.model.expert_hidden_size, moe.expert_ffn_size, plan.tokens_per_rank * moe.top_k
     for width, out in ((H, F * (plan.model.mlp_matrices - 1)), (F, H)):
         shape, weights, num_flops = f"{E} x {R // E}, {width} x {out}", E * width * out, 2.0 * R * width * out
-        x, weight = _normal(device, R, width, grad=True), _normal(device, E, width, out)
-        names = product_candidates(x, weight)
-        runs = {
-            name: _both_ways(
-                partial(grouped_gemm.grouped_gemm, weight_EHF=weight, offsets_E=rows.offsets_E, backend=name), [x]
-            )
-            for name in names
-        }
+        product = ExpertProduct((E, width, out), R, device, num_micro_batches=2)
+        runs = together([product.forward(), product.input_gradient()])
         moved = 2 * BF16 * (R * (width + out) + weights)
         yield Case("experts: forward and input gradient", shape, runs, 2 * num_flops, moved)
-        del runs
-        part = Operands(x.detach(), _normal(device, R, out), rows.offsets_E)
-        main = MainGrad(torch.zeros((E, width, out), device=device), is_clear=False)
-        names += grouped_weight_grad.TRITON if grouped_weight_grad.triton_takes(main.total, part.x_TH) else ()
         for count, what in ((1, "weight gradient"), (2, "weight gradients of a pair")):
-            adds: dict[str, Run] = {
-                name: partial(grouped_weight_grad.add_parts_, main, (part,) * count, backend=name) for name in names
-            }
             moved = 2 * FP32 * weights + count * BF16 * R * (width + out)
-            yield Case(f"experts: {what}", shape, adds, count * num_flops, moved)
+            yield Case(f"experts: {what}", shape, product.additions(count), count * num_flops, moved)
+        del product, runs  # before the next is made
 
 
 def _row_cases(plan: Plan, moe: Moe, device: torch.device) -> Iterator[Case]:

@@ -3,6 +3,7 @@
 Shapes: E experts of this rank, R rows, H input width, F output width.
 """
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -61,7 +62,7 @@ def measure_experts(
 
 
 class ExpertProduct:
-    """A weight [E, H, F] with what it meets in a step, as calls by back end; the same names in each pass of a shape.
+    """A weight [E, H, F] with what it meets in a step, as calls by back end.
 
     Micro-batches have memory of their own: the same operands again would come from L2.
     """
@@ -99,6 +100,16 @@ class ExpertProduct:
         names = [*self.names, *(TRITON if triton_takes(self.main.total, self.parts[0].x_TH) else ())]
         parts = self.parts[:num_micro_batches]
         return {name: partial(add_parts_, self.main, parts, backend=name) for name in names}
+
+
+def together(each: Sequence[Candidates]) -> Candidates:
+    """One call after the other by the same back end, where it takes all."""
+
+    def run_all(name: str) -> None:
+        for calls in each:
+            calls[name]()
+
+    return {name: partial(run_all, name) for name in each[0] if all(name in calls for calls in each)}
 
 
 def product_candidates(x_RH: Tensor, weight_EHF: Tensor, *, with_quack: bool = True) -> list[str]:

@@ -2,8 +2,6 @@
 
 Candidates are compared under load (:mod:`moeplan.executor.candidate_timing`). A choice is kept by device, versions and
 shape, so the next run of a shape starts at once.
-
-Shapes: E experts of this rank, R rows, H input width, F output width.
 """
 
 import json

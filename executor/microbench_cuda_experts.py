@@ -11,12 +11,11 @@ Shapes: E experts.
 import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
 
 import torch
 
 from moeplan.executor.candidate_timing import Candidates, cuda_timed, runnable, windows_under_load
-from moeplan.executor.expert_tuning import ExpertProduct, is_launch_bound
+from moeplan.executor.expert_tuning import ExpertProduct, is_launch_bound, together
 from moeplan.executor.microbench_cuda_window import CudaWindow
 from moeplan.executor.microbench_window import Reading
 from moeplan.hwprofiles.schema import GroupedGemmPhase
@@ -97,18 +96,8 @@ def _fastest_of_each_package(names: Iterable[str]) -> list[str]:
 def _passes(products: Sequence[ExpertProduct]) -> dict[GroupedGemmPhase, Candidates]:
     """Calls of each pass over all products, by back end."""
     return {
-        "fwd": _together([one.forward() for one in products]),
-        "dgrad": _together([one.input_gradient() for one in products]),
-        "wgrad": _together([one.additions(1) for one in products]),
-        "wgrad_of_two": _together([one.additions(2) for one in products]),
+        "fwd": together([one.forward() for one in products]),
+        "dgrad": together([one.input_gradient() for one in products]),
+        "wgrad": together([one.additions(1) for one in products]),
+        "wgrad_of_two": together([one.additions(2) for one in products]),
     }
-
-
-def _together(each: Sequence[Candidates]) -> Candidates:
-    """One call after the other by the same back end, where it takes all."""
-
-    def run_all(name: str) -> None:
-        for calls in each:
-            calls[name]()
-
-    return {name: partial(run_all, name) for name in each[0] if all(name in calls for calls in each)}
