@@ -390,7 +390,7 @@ def _grouped_gemm(build: LayerBuilder, name: str, sizes: tuple[float, float, flo
         hbm_bytes=num_groups * moved,
         segment="expert",
         scope="moe",
-        backend=build.shape.bf16_experts_backend if dtype == "bf16" else build.stack.grouped_gemm_backend,
+        backend=build.shape.grouped_gemm_backend,
         rate_frac=(time.device_grouped_gemm_frac if is_device_driven else time.grouped_gemm_frac).value
         * build.gemm_frac(dtype),
         num_kernels=1 + launches * num_groups,

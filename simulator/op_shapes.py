@@ -70,7 +70,7 @@ class OpShape:
     pairs_wait_as_tokens: bool
     routing: Routing
     copies_quantize: bool
-    bf16_experts_backend: str
+    grouped_gemm_backend: str
     cuda_graph: tuple[CudaGraphScope, ...]
     fused_grouped_mlp: bool
     permute_fusion: bool
@@ -114,7 +114,7 @@ class OpShape:
             paired_adds_frac=point.paired_adds_frac if point.paired_wgrad else 1.0,
             routing=point.routing,
             copies_quantize=_copies_quantize(point, stack),
-            bf16_experts_backend=_bf16_experts_backend(point, stack, profile),
+            grouped_gemm_backend=_grouped_gemm_backend(point, stack, profile),
             cuda_graph=point.cuda_graph,
             fused_grouped_mlp=point.fused_grouped_mlp,
             permute_fusion=point.permute_fusion,
@@ -178,8 +178,8 @@ class OpShape:
         return ceil(rows / self.format.alignment) * self.format.alignment
 
 
-def _bf16_experts_backend(point: Point, stack: SoftwareStack, profile: HardwareProfile) -> str:
-    """Whose grouped GEMM curves are those of experts in bf16, be it those of a low-precision plan's first layers."""
+def _grouped_gemm_backend(point: Point, stack: SoftwareStack, profile: HardwareProfile) -> str:
+    """Whose grouped GEMM curves are those of a plan: faster kernels' where a bf16 plan may run them."""
     whole = stack.whole_experts_backend
     is_read = any((curve.backend, curve.dtype) == (whole, "bf16") for curve in profile.grouped_gemm)
     if whole and is_read and point.precision == "bf16" and point.ep == 1 and not point.cuda_graph:
