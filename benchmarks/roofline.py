@@ -104,7 +104,6 @@ def groups_of(plan: Plan, ceilings: Ceilings, num_parameters: int) -> list[Group
               expert_flops, experts * added, linear),
         Group("experts: forward and input gradient", "expert_gemm", ".*", 2 * expert_flops, read, linear),
     ]  # fmt: skip
-    # The names of quack's kernels do not tell the passes apart.
     # Operands of quantized dense layers, read in bf16 and written in both layouts; weights from fp32, once a step.
     inputs = H + width * heads + width * (heads + 2 * kv) + H
     weights = FP32 + 2
@@ -113,6 +112,7 @@ def groups_of(plan: Plan, ceilings: Ceilings, num_parameters: int) -> list[Group
         Group("weights quantized", "optimizer", "(_quantize_weights|amax_of_parts|.*copy)", 0,
               (dense + experts) * weights, gemm),
     ] if linear != gemm else []  # fmt: skip
+    # The names of quack's kernels do not tell the passes apart.
     together = [Group("experts: all products", "expert_gemm", ".*", 3 * expert_flops, read + experts * added, gemm)]
     return [
         *(together if any(name in TILES for name in choices().values()) else by_pass),

@@ -133,7 +133,7 @@ def weight_gradient(
         return total
 
     def add() -> None:
-        parts = (operands,) if main.pairs is None else main.pairs.take(operands)
+        parts = main.due(operands)
         if not parts:
             return
         with scope("expert_gemm" if quantized.is_input_first else "dense_gemm"):

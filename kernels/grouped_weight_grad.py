@@ -58,7 +58,7 @@ def add_grouped_weight_grad_(
     ``copied`` is the map by which rows of x are copies of them.
     """
     one = Operands(x_TH, grad_TF, offsets_E, copied)
-    parts = (one,) if main.pairs is None else main.pairs.take(one)
+    parts = main.due(one)
     if parts:
         add_parts_(main, parts, backend=backend)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from moeplan.kernels.accumulate import accumulate_
-from moeplan.kernels.weight_grad_pairs import Pairs
+from moeplan.kernels.weight_grad_pairs import FactorsT, Pairs
 
 _ATTRIBUTE = "main_grad"
 
@@ -32,6 +32,10 @@ class MainGrad:
         else:
             accumulate_(self.total, part)
         self.is_clear = False
+
+    def due(self, factors: FactorsT) -> tuple[FactorsT, ...]:
+        """What to add now that a micro-batch's factors are here: they alone, or what :meth:`Pairs.take` says."""
+        return (factors,) if self.pairs is None else self.pairs.take(factors)
 
     def clear_(self) -> None:
         """Begin a step: the next gradient is written over the last step's."""
